@@ -1,0 +1,1 @@
+"""The command line: a lazy group, one file per command, options declared once."""

@@ -1,0 +1,203 @@
+"""`optima-lite gen`: let a team hold conversations about tasks (Optima, Section 3.1, "generate")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from optima_lite import dialogue
+from optima_lite.cli import options
+from optima_lite.errors import OutputError
+from optima_lite.jsonl import Reader, ResumableOutput, require_same
+from optima_lite.records import Task, Team, Trajectory
+from optima_lite.teams import check_fits, load_formats, load_team
+
+
+@click.command("gen")
+@options.input_argument
+@options.output_option
+@options.resume_option
+@options.overwrite_option
+@options.skip_bad_option
+@options.model_option(required=True)
+@click.option("--team", metavar="NAME|FILE", help="A built-in team or a YAML file.  [default: the task's]")
+@click.option("-n", "--n", type=click.IntRange(min=1), default=10, show_default=True, help="Conversations per task.")
+@click.option("-t", "--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 is greedy; with --formats the paper samples at 0.3.")
+@click.option("--formats", metavar="FILE", is_flag=False, flag_value="", help="Initialization round: end each conversation's prompts with a text drawn from a pool, the built-in one or FILE.")
+@click.option("--max-turns", type=click.IntRange(min=1), help="Turn limit.  [default: the team's]")
+@click.option("--max-turn-tokens", type=click.IntRange(min=1), help="Token limit of a turn.  [default: the team's]")
+@click.option("--context", type=click.IntRange(min=1), help="Context window in tokens.  [default: the model's]")
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Turns that run at once.")
+@click.option("--cache-gb", type=click.FloatRange(min=0.1), default=4.0, show_default=True, help="Memory for keys and values.")
+@click.option("--show-prompt", is_flag=True, help="Print what the first speaker of the first task sees, and stop. Loads no model.")
+@options.seed_option
+@options.load_option
+@options.device_option
+@options.trust_option
+def command(
+    input: str,
+    output: str,
+    resume: bool,
+    overwrite: bool,
+    skip_bad: bool,
+    model: str,
+    team: str | None,
+    n: int,
+    temperature: float,
+    formats: str | None,
+    max_turns: int | None,
+    max_turn_tokens: int | None,
+    context: int | None,
+    batch_size: int,
+    cache_gb: float,
+    show_prompt: bool,
+    seed: int,
+    load: str,
+    device: str | None,
+    trust_remote_code: bool,
+) -> None:
+    """Hold N conversations per task; reads tasks, writes trajectories, a task's lines together.
+
+    \b
+    Examples:
+      optima-lite tasks relay --limit 32 | optima-lite gen --model relay -n 6 -o traj.jsonl
+      optima-lite gen tasks.jsonl --model runs/round1 -n 1 -t 0 --resume -o greedy.jsonl
+      optima-lite gen tasks.jsonl --model smollm2 --formats -t 0.3 | optima-lite score …
+      optima-lite gen tasks.jsonl --model Qwen/Qwen2.5-7B-Instruct --team my_team.yaml
+    """
+    fixed_team = load_team(team) if team else None
+    pool = None if formats is None else load_formats(formats or None)
+    reader = Reader(input, Task, skip_bad, options.bad_line)
+    sampling = dialogue.Sampling(temperature, max_turns, max_turn_tokens, seed)
+    if show_prompt:
+        _show_prompt(reader, fixed_team, sampling, pool)
+        return
+    settings = {
+        "n": n,
+        "temperature": temperature,
+        "seed": seed,
+        "formats": None if pool is None else (formats or "built-in"),
+        "max_turns": max_turns,
+        "max_turn_tokens": max_turn_tokens,
+        "context": context,
+        "load": load,
+    }
+    out = ResumableOutput(output, resume=resume, overwrite=overwrite)
+    done = _finished(out, model, n, settings)
+    teams: dict[str, Team] = {}
+    seen: set[int] = set()
+    kept = 0
+
+    def groups() -> Iterator[Sequence[dialogue.Conversation]]:
+        nonlocal kept
+        for task in reader:
+            if hash(task.id) in seen:
+                raise reader.error(f"{task.id} appeared before: ids must be unique")
+            seen.add(hash(task.id))
+            its_team = fixed_team or _default_team(task, teams)
+            check_fits(its_team, task)
+            if task.id in done:
+                if done[task.id] != (task, its_team):
+                    raise OutputError(
+                        f"{output} was made from other input: {task.id} has changed"
+                    )
+                kept += 1
+                continue
+            yield dialogue.start(task, its_team, n, sampling, pool)
+
+    waiting = groups()
+    with out:
+        first = next(waiting, None)
+        if first is not None:  # nothing to do needs no model
+            from optima_lite.engines.hf import HFEngine
+            from optima_lite.engines.loading import LoadOptions
+
+            engine = HFEngine.load(
+                model,
+                LoadOptions(load, device, trust_remote_code),
+                slots=batch_size,
+                context=context,
+                cache_gb=cache_gb,
+            )
+            _hold(first, waiting, engine, model, settings, out)
+    if kept:
+        options.notice(f"gen: kept {kept} finished tasks of {output}")
+
+
+command.short_help = "Hold conversations: tasks -> trajectories."
+
+
+def _hold(
+    first: Sequence[dialogue.Conversation],
+    rest: Iterator[Sequence[dialogue.Conversation]],
+    engine: Any,
+    model: str,
+    settings: dict[str, Any],
+    out: ResumableOutput,
+) -> None:
+    """Run all conversations and write each group, in input order, as soon as it is complete."""
+
+    def all_groups() -> Iterator[Sequence[dialogue.Conversation]]:
+        yield first
+        yield from rest
+
+    tokens = 0
+    with options.progress(unit="conv", desc="gen") as bar:
+        for group in dialogue.run(all_groups(), engine):
+            for conversation in group:
+                trajectory = conversation.trajectory(model, settings)
+                out.write(trajectory)
+                tokens += trajectory.tokens
+            bar.update(len(group))
+            bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s")
+
+
+def _default_team(task: Task, teams: dict[str, Team]) -> Team:
+    name = task.team or task.setting
+    if name not in teams:
+        teams[name] = load_team(name)
+    return teams[name]
+
+
+def _finished(
+    out: ResumableOutput, model: str, n: int, settings: dict[str, Any]
+) -> dict[str, tuple[Task, Team]]:
+    """Whole groups of an interrupted run; a group that is not whole is cut off.
+
+    Only its last group can be incomplete, since groups are written one after the other.
+    """
+    done: dict[str, tuple[Task, Team]] = {}
+    last: list[Trajectory] = []
+    lines = whole = 0
+    for record in out.kept(Trajectory):
+        require_same(
+            {**record.settings, "model": record.model}, {**settings, "model": model}, out.path
+        )
+        if last and last[0].task.id != record.task.id:
+            last = []
+        last.append(record)
+        lines += 1
+        if len(last) == n:
+            whole = lines
+            done[record.task.id] = (record.task, record.team)
+    if whole < lines:
+        out.truncate_to(whole)
+    return done
+
+
+def _show_prompt(
+    reader: Reader[Task],
+    team: Team | None,
+    sampling: dialogue.Sampling,
+    pool: dict[str, str] | None,
+) -> None:
+    for task in reader:
+        its_team = team or load_team(task.team or task.setting)
+        check_fits(its_team, task)
+        (conversation,) = dialogue.start(task, its_team, 1, sampling, pool)
+        click.echo(f"{task.id}: what {conversation.speaker.name} of team {its_team.name} sees\n")
+        for message in conversation.request().messages:
+            click.echo(f"[{message['role']}]\n{message['content']}")
+        return

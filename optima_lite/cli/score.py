@@ -1,0 +1,182 @@
+"""`optima-lite score`: the reward of every trajectory (Optima, Eq. 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from optima_lite.cli import options
+from optima_lite.errors import InputError, OutputError
+from optima_lite.jsonl import Reader, ResumableOutput, groups, require_same
+from optima_lite.records import Trajectory
+from optima_lite.reward import Losses, Weights, score_group
+
+
+@click.command("score")
+@options.input_argument
+@options.output_option
+@options.resume_option
+@options.overwrite_option
+@options.skip_bad_option
+@options.model_option("The base model of R_loss; an adapter is left off. See gen --help for names.")
+@click.option("--lambda-token", type=click.FloatRange(min=0), default=0.6, show_default=True, help="Weight of R_token.")
+@click.option("--lambda-loss", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Weight of 1 / R_loss.")
+@click.option("--loss-context", type=click.Choice(["none", "dialogue"]), default="none", show_default=True, help="Score a turn's language on its own, or after the turns before it.")
+@click.option("--reuse", is_flag=True, help="Keep the stored losses and only weigh anew: needs no model.")
+@options.load_option
+@options.device_option
+@options.trust_option
+def command(
+    input: str,
+    output: str,
+    resume: bool,
+    overwrite: bool,
+    skip_bad: bool,
+    model: str | None,
+    lambda_token: float,
+    lambda_loss: float,
+    loss_context: str,
+    reuse: bool,
+    load: str,
+    device: str | None,
+    trust_remote_code: bool,
+) -> None:
+    """Write `reward` and its parts to trajectories; a task's lines must stand together.
+
+    reward = task score − λ_token · tokens / most tokens in the group + λ_loss / worst turn's loss
+
+    \b
+    Examples:
+      optima-lite gen tasks.jsonl --model relay | optima-lite score --model relay -o scored.jsonl
+      optima-lite score traj.jsonl --model smollm2 --resume -o scored.jsonl
+      optima-lite score scored.jsonl --reuse --lambda-token 0.3 -o lighter.jsonl
+    """
+    if reuse == bool(model):
+        raise click.UsageError("give either --model (compute losses) or --reuse (keep them)")
+    reader = Reader(input, Trajectory, skip_bad, options.bad_line)
+    out = ResumableOutput(output, resume=resume, overwrite=overwrite)
+    weights = Weights(lambda_token, lambda_loss)
+    base = None
+    if model:
+        from optima_lite.engines.loading import resolve
+
+        base = resolve(model).without_adapter
+    settings = {
+        "lambda_token": lambda_token,
+        "lambda_loss": lambda_loss,
+        "loss_context": None if reuse else loss_context,
+        "base": base.name if base else None,
+    }
+    done = _finished(out, settings, reuse)
+    engine: Any = None
+    kept = 0
+    with out, options.progress(unit="conv", desc="score") as bar:
+        for group in groups(reader, lambda t: t.task.id):
+            _check_group(reader, group)
+            before = done.get(group[0].task.id)
+            if before is not None and before == [_fingerprint(t) for t in group]:
+                kept += 1
+            elif before is not None:
+                raise OutputError(
+                    f"{output} was made from other input: {group[0].task.id} has changed"
+                )
+            else:
+                if base and engine is None:
+                    from optima_lite.engines.hf import HFEngine
+                    from optima_lite.engines.loading import LoadOptions
+
+                    engine = HFEngine.load(base, LoadOptions(load, device, trust_remote_code))
+                for trajectory in (
+                    _reweigh(reader, group, weights)
+                    if reuse
+                    else score_group(
+                        group, _losses(engine, group, loss_context), weights, base.name, loss_context
+                    )
+                ):
+                    out.write(trajectory)
+            bar.update(len(group))
+    if kept:
+        options.notice(f"score: kept {kept} finished tasks of {output}")
+
+
+command.short_help = "Compute rewards (Eq. 1): trajectories -> the same with reward."
+
+
+def _losses(engine: Any, group: Sequence[Trajectory], context: str) -> list[list[float | None]]:
+    """Losses of every turn of a group; texts that occur twice are scored once."""
+    from optima_lite.engines.base import Utterance
+
+    wanted: list[list[Utterance]] = []
+    for trajectory in group:
+        said: list[str] = []
+        row = []
+        for turn in trajectory.turns:
+            before = "\n".join(said) if context == "dialogue" and said else None
+            row.append(Utterance(turn.text, before))
+            said.append(f"{turn.agent}: {turn.text}")
+        wanted.append(row)
+    unique = list(dict.fromkeys(u for row in wanted for u in row))
+    losses = dict(zip(unique, engine.losses(unique), strict=True))
+    return [[losses[u] for u in row] for row in wanted]
+
+
+def _reweigh(
+    reader: Reader[Trajectory], group: Sequence[Trajectory], weights: Weights
+) -> list[Trajectory]:
+    """The group's rewards from stored losses."""
+    scores = [t.score for t in group]
+    stored: list[Losses] = []
+    for trajectory, score in zip(group, scores, strict=True):
+        if score is None or len(score.losses) != len(trajectory.turns):
+            raise reader.error(f"{trajectory.id} has no stored losses: score it with --model first")
+        stored.append(score.losses)
+    made = {(score.base, score.loss_context) for score in scores if score}
+    if len(made) > 1:
+        raise reader.error(f"{group[0].task.id}: losses of different models in one group")
+    ((base, context),) = made
+    return score_group(group, stored, weights, base, context)
+
+
+def _check_group(reader: Reader[Trajectory], group: Sequence[Trajectory]) -> None:
+    ids = {t.id for t in group}
+    if len(ids) < len(group):
+        raise reader.error(f"{group[0].task.id}: a trajectory id occurs twice")
+    wanted = group[0].settings.get("n")
+    if isinstance(wanted, int) and len(group) < wanted:
+        # R_token compares within the group, so a part of it would get other rewards.
+        raise InputError(
+            f"{group[0].task.id} has {len(group)} of {wanted} trajectories: finish gen --resume",
+            reader.source,
+        )
+
+
+def _fingerprint(trajectory: Trajectory) -> Trajectory:
+    """A trajectory without what score adds."""
+    return replace(trajectory, reward=None, score=None)
+
+
+def _finished(
+    out: ResumableOutput, settings: dict[str, Any], reuse: bool
+) -> dict[str, list[Trajectory]]:
+    """Scored trajectories of an interrupted run by task; a torn group at the end is cut off."""
+    done: dict[str, list[Trajectory]] = {}
+    lines = 0
+    for record in out.kept(Trajectory):
+        if record.score is None:
+            raise OutputError(f"{out.path} has records without a score: is it score's output?")
+        old = {key: getattr(record.score, key) for key in settings}
+        if reuse:
+            old |= {"base": None, "loss_context": None}
+        require_same(old, settings, out.path)
+        done.setdefault(record.task.id, []).append(_fingerprint(record))
+        lines += 1
+    if done:
+        # Only the last group can be torn. Where its size is not known it is done again.
+        name, last = next(reversed(done.items()))
+        if len(last) != last[0].settings.get("n"):
+            out.truncate_to(lines - len(last))
+            del done[name]
+    return done

@@ -1,0 +1,195 @@
+"""Conversations: whose turn it is, when the agents agree, and many of them running at once.
+
+Nothing here knows of devices, batches or tokenizers. `run` keeps a pool of conversations going on
+an engine: whenever the engine has room it is handed the next turns that are due, and a finished
+conversation is replaced by a new one at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from optima_lite.answers import extract, normalize
+from optima_lite.engines.base import Completion, Engine, Request
+from optima_lite.records import Agent, Task, Team, Trajectory, Turn
+from optima_lite.teams import view
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How turns are drawn. `temperature` 0 is greedy; limits of None leave it to the team."""
+
+    temperature: float = 0.7
+    max_turns: int | None = None
+    max_turn_tokens: int | None = None
+    seed: int = 0
+
+
+def trajectory_seed(seed: int, trajectory_id: str) -> int:
+    """The seed of one trajectory, 63 bits: a function of the run's seed and its id alone."""
+    digest = hashlib.blake2b(f"{seed}/{trajectory_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def speaking_order(team: Team) -> tuple[str, ...]:
+    """Names in speaking order; repeated until the conversation ends."""
+    return team.order or tuple(agent.name for agent in team.agents)
+
+
+@dataclass
+class Conversation:
+    """A conversation under way."""
+
+    task: Task
+    team: Team
+    number: int
+    sampling: Sampling
+    format: tuple[str, str] | None = None  # name, text
+    turns: list[Turn] = field(default_factory=list)
+    end: str | None = None
+    error: str | None = None
+    _answers: list[str] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return f"{self.task.id}#{self.number}"
+
+    @property
+    def seed(self) -> int:
+        return trajectory_seed(self.sampling.seed, self.id)
+
+    @property
+    def speaker(self) -> Agent:
+        """The agent whose turn it is."""
+        order = speaking_order(self.team)
+        name = order[len(self.turns) % len(order)]
+        return next(agent for agent in self.team.agents if agent.name == name)
+
+    def request(self) -> Request:
+        """The turn that is due, as the engine needs it."""
+        return Request(
+            messages=view(
+                self.team,
+                self.task,
+                self.speaker,
+                self.turns,
+                self.format[1] if self.format else None,
+            ),
+            max_tokens=self.sampling.max_turn_tokens or self.team.max_turn_tokens,
+            temperature=self.sampling.temperature,
+            # A turn's draws depend on its trajectory and its place, not on its neighbours.
+            seed=trajectory_seed(self.seed, str(len(self.turns))),
+        )
+
+    def add(self, completion: Completion) -> None:
+        """Take the turn that was due; sets `end` when the conversation is over."""
+        if completion.stop == "error":
+            self.end, self.error = "engine_error", completion.error
+            return
+        if completion.stop == "context" and not completion.text:
+            self.end = "context_full"
+            return
+        speaker = self.speaker
+        # Models like to repeat the name that the transcript shows in front of a turn.
+        text = completion.text.removeprefix(f"{speaker.name}:").strip()
+        self.turns.append(Turn(speaker.name, text, completion.tokens, completion.stop))
+        answer = extract(text, self.team.answer_mark)
+        if answer is not None:
+            self._answers.append(answer)
+        if completion.stop == "length":
+            self.end = "turn_cut"
+        elif completion.stop == "context":
+            self.end = "context_full"
+        elif self.agreed:
+            self.end = "agreement"
+        elif len(self.turns) >= (self.sampling.max_turns or self.team.max_turns):
+            self.end = "turn_limit"
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the last k marked answers, in speaking order, are equal after normalisation."""
+        needed = self.team.agreement or len(self.team.agents)
+        last = self._answers[-needed:]
+        return len(last) == needed and len({normalize(a) for a in last}) == 1
+
+    @property
+    def answer(self) -> str | None:
+        """The answer that counts: the last one marked."""
+        return self._answers[-1] if self._answers else None
+
+    def trajectory(self, model: str, settings: Mapping[str, object]) -> Trajectory:
+        """The finished conversation as a record."""
+        assert self.end is not None
+        return Trajectory(
+            id=self.id,
+            task=self.task,
+            team=self.team,
+            turns=tuple(self.turns),
+            end=self.end,
+            agreed=self.end == "agreement",
+            tokens=sum(turn.tokens for turn in self.turns),
+            answer=self.answer,
+            model=model,
+            seed=self.seed,
+            settings=dict(settings),
+            format=self.format[0] if self.format else None,
+            error=self.error,
+        )
+
+
+def start(
+    task: Task, team: Team, n: int, sampling: Sampling, formats: Mapping[str, str] | None = None
+) -> list[Conversation]:
+    """The N conversations of one task; with `formats` each draws one by its own seed."""
+    conversations = []
+    for number in range(n):
+        conversation = Conversation(task, team, number, sampling)
+        if formats:
+            name = random.Random(conversation.seed).choice(sorted(formats))
+            conversation.format = (name, formats[name])
+        conversations.append(conversation)
+    return conversations
+
+
+def run(groups: Iterator[Sequence[Conversation]], engine: Engine) -> Iterator[Sequence[Conversation]]:
+    """Hold all conversations of all groups; yield each group, in order, when it is finished.
+
+    `groups` is consumed as the engine finds room, so that a long input streams: at most the
+    conversations in flight, and finished ones that wait for an earlier group, are in memory.
+    """
+    due: deque[Conversation] = deque()
+    waiting: deque[Sequence[Conversation]] = deque()
+    asked: dict[int, Conversation] = {}  # by id of the request object
+    exhausted = False
+
+    def pull(room: int) -> list[Request]:
+        nonlocal exhausted
+        while len(due) < room and not exhausted:
+            group = next(groups, None)
+            if group is None:
+                exhausted = True
+            else:
+                waiting.append(group)
+                due.extend(group)
+        requests = []
+        while due and len(requests) < room:
+            conversation = due.popleft()
+            request = conversation.request()
+            asked[id(request)] = conversation
+            requests.append(request)
+        return requests
+
+    for request, completion in engine.generate(pull):
+        conversation = asked.pop(id(request))
+        conversation.add(completion)
+        if conversation.end is None:
+            # Before anything new: running conversations have their prefix in the engine's cache.
+            due.appendleft(conversation)
+        while waiting and all(c.end is not None for c in waiting[0]):
+            yield waiting.popleft()
+    if asked or waiting:
+        raise RuntimeError(f"the engine lost {len(asked)} of the turns it was asked for")

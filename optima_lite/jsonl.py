@@ -1,0 +1,285 @@
+"""JSON Lines: read with line numbers, write whole lines, resume after a crash.
+
+Two kinds of output, because two things can go wrong:
+
+* a quick command (tasks, select) writes to a temporary name and renames at the end, so that a
+  failure leaves whatever was there before (`atomic_output`);
+* a long one (gen, score) appends line by line to the file itself, so that nothing finished is
+  lost; `--resume` cuts a torn last line and keeps the rest byte for byte (`ResumableOutput`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Generic, TypeVar
+
+import orjson
+
+from optima_lite.errors import InputError, OutputError
+from optima_lite.records import Record
+
+R = TypeVar("R", bound=Record)
+STDIN = "<stdin>"
+
+
+def dumps(obj: Record | dict[str, Any]) -> bytes:
+    """One line: UTF-8, `\\n` at the end and nowhere else."""
+    data = obj.to_dict() if isinstance(obj, Record) else obj
+    return orjson.dumps(data, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def parse_line(line: bytes, source: str, number: int) -> dict[str, Any]:
+    """Decode one line; InputError says where and why not."""
+    try:
+        data = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        torn = "" if line.endswith(b"\n") else " (the last line is torn: was its writer stopped?)"
+        raise InputError(f"not JSON: {error}{torn}", source, number) from None
+    if not isinstance(data, dict):
+        raise InputError("expected a JSON object on each line", source, number)
+    return data
+
+
+class Reader(Generic[R]):
+    """Iterate over the records of `path` ("-" is stdin); blank lines are passed over.
+
+    With `skip_bad`, lines that cannot be read are counted in `skipped` and `on_bad` gets each
+    error; without it the first one is raised.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        kind: type[R],
+        skip_bad: bool = False,
+        on_bad: Callable[[InputError], None] | None = None,
+    ):
+        self.path = path
+        self.kind = kind
+        self.skip_bad = skip_bad
+        self.on_bad = on_bad
+        self.skipped = 0
+        self.source = STDIN if path == "-" else path
+        self.number = 0
+
+    def __iter__(self) -> Iterator[R]:
+        with self._open() as stream:
+            for self.number, line in enumerate(stream, start=1):
+                if self.number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if not line.strip():
+                    continue
+                try:
+                    yield self._record(line)
+                except InputError as error:
+                    if not self.skip_bad:
+                        raise
+                    self.skipped += 1
+                    if self.on_bad:
+                        self.on_bad(error)
+
+    def _record(self, line: bytes) -> R:
+        data = parse_line(line, self.source, self.number)
+        try:
+            return self.kind.from_dict(data)
+        except InputError as error:
+            raise InputError(error.reason, self.source, self.number) from None
+
+    def error(self, message: str) -> InputError:
+        """An error about the record that was read last."""
+        return InputError(message, self.source, self.number)
+
+    def _open(self) -> AbstractContextManager[IO[bytes]]:
+        if self.path == "-":
+            # A buffered reader gives out a line as soon as it has one: pipes stream.
+            return nullcontext(sys.stdin.buffer)
+        try:
+            return open(self.path, "rb")
+        except OSError as error:
+            raise InputError(error.strerror or str(error), self.path) from None
+
+
+def groups(reader: Reader[R], key: Callable[[R], str]) -> Iterator[list[R]]:
+    """Neighbouring records with the same key, as lists; a key that comes back is an error.
+
+    Only the current group and 8 bytes a key are held, so the input may be of any length.
+    """
+    seen: set[int] = set()
+    group: list[R] = []
+    current: str | None = None
+    for record in reader:
+        name = key(record)
+        if name != current:
+            if group:
+                yield group
+            if hash(name) in seen:
+                raise reader.error(
+                    f"{name} appeared before: the lines of one task must stand together"
+                )
+            seen.add(hash(name))
+            group, current = [], name
+        group.append(record)
+    if group:
+        yield group
+
+
+def check_free(path: str, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Refuse early, before a model is loaded, to write where something is."""
+    if path == "-":
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise OutputError(f"{path} is a directory")
+    if not target.parent.is_dir():
+        raise OutputError(f"{target.parent} does not exist: mkdir -p it first")
+    # A fifo or /dev/null is a place to write to, not a file that could be lost.
+    if target.is_file() and not (resume or overwrite):
+        raise OutputError(f"{path} exists: --overwrite replaces it")
+
+
+@contextmanager
+def atomic_output(path: str, *, overwrite: bool = False) -> Iterator[Callable[[bytes], None]]:
+    """Yield a function that writes bytes to stdout ("-") or to `path`, whole or not at all.
+
+    Writes to stdout are flushed one by one, so that a reader downstream can start.
+    """
+    check_free(path, overwrite=overwrite)
+    if path == "-":
+        yield _write_stdout
+        return
+    if Path(path).exists() and not Path(path).is_file():
+        with open(path, "wb") as stream:
+            yield lambda data: (stream.write(data), stream.flush())[0] and None
+        return
+    target = Path(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            yield lambda data: stream.write(data) and None
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+class ResumableOutput:
+    """An append-only JSONL output that a killed run can continue.
+
+    `kept` are the finished records of the run before (only with `resume`): iterate them once to
+    check settings and collect ids, then `write` goes on after them. With `overwrite`, the old file
+    lives until the first new record is there.
+    """
+
+    def __init__(self, path: str, *, resume: bool = False, overwrite: bool = False):
+        if resume and overwrite:
+            raise OutputError("--resume and --overwrite exclude each other")
+        if resume and path == "-":
+            raise OutputError("--resume needs a file: add -o FILE")
+        if path != "-" and Path(path).is_file() and not (resume or overwrite):
+            raise OutputError(
+                f"{path} exists: --resume goes on after its records, --overwrite replaces it"
+            )
+        check_free(path, resume=resume, overwrite=overwrite)
+        self.path = path
+        self._mode = "ab" if resume else "wb"
+        self._stream: IO[bytes] | None = None
+        self._keep = Path(path).stat().st_size if resume and Path(path).is_file() else 0
+
+    def kept(self, kind: type[R]) -> Iterator[R]:
+        """The finished records; afterwards a torn last line is known and will be cut."""
+        if not self._keep:
+            return
+        end = 0
+        with open(self.path, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                data = parse_line(line, self.path, number)
+                try:
+                    yield kind.from_dict(data)
+                except InputError as error:
+                    raise InputError(error.reason, self.path, number) from None
+                end += len(line)
+        self._keep = end
+
+    def truncate_to(self, records: int) -> None:
+        """Keep only the first so many lines (whole groups, say)."""
+        end = 0
+        if records:
+            with open(self.path, "rb") as stream:
+                for _ in range(records):
+                    end += len(stream.readline())
+        self._keep = end
+
+    def write(self, record: Record) -> None:
+        """Write one record and flush it."""
+        line = dumps(record)
+        if self.path == "-":
+            _write_stdout(line)
+            return
+        if self._stream is None:
+            self._open()
+        assert self._stream is not None
+        self._stream.write(line)
+        self._stream.flush()
+
+    def _open(self) -> None:
+        try:
+            self._stream = open(self.path, self._mode)
+            if self._mode == "ab":
+                self._stream.truncate(self._keep)
+        except OSError as error:
+            raise OutputError(f"{self.path}: {error.strerror}") from None
+
+    def __enter__(self) -> ResumableOutput:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None and self.path != "-" and self._stream is None:
+            self._open()  # an empty input makes an empty file; a torn line is cut all the same
+        if self._stream is not None:
+            self._stream.close()
+
+
+def require_same(old: dict[str, Any], new: dict[str, Any], path: str) -> None:
+    """Raise OutputError naming every setting in which a kept record differs from this run."""
+    changed = [
+        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+    ]
+    if changed:
+        raise OutputError(f"{path} was made with other settings: {'; '.join(changed)}")
+
+
+def write_all(write: Callable[[bytes], None], records: Iterable[Record]) -> int:
+    """Write records one by one; returns how many."""
+    count = 0
+    for count, record in enumerate(records, start=1):  # noqa: B007
+        write(dumps(record))
+    return count
+
+
+def _write_stdout(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

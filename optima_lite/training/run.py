@@ -1,0 +1,176 @@
+"""What every training run shares: its directory, its checkpoints, its log.
+
+A run works in `OUT.partial/` and renames the finished model to `OUT`, so that OUT exists only when
+training is complete. OUT.partial holds checkpoints; `--resume` goes on from the last whole one.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from optima_lite.errors import OutputError
+from optima_lite.jsonl import require_same
+
+SETTINGS = "optima_lite.json"
+LOG = "training.jsonl"
+_WHOLE = "complete"  # marks a checkpoint whose every file was written
+_PACKAGES = ("optima-lite", "torch", "transformers", "peft", "accelerate", "bitsandbytes")
+
+
+class RunDirectory:
+    """OUT and OUT.partial of one run.
+
+    `open` returns False where the run is finished already (with `resume`). Raises OutputError
+    where something is in the way or was made with other settings.
+    """
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.partial = out.with_name(out.name + ".partial")
+        self.checkpoints = self.partial / "checkpoints"
+        self.model = self.partial / "model"
+
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Refuse early what `open` would refuse, without touching anything."""
+        if resume and overwrite:
+            raise OutputError("--resume and --overwrite exclude each other")
+        if not self.out.parent.is_dir():
+            raise OutputError(f"{self.out.parent} does not exist: mkdir -p it first")
+        if self.out.exists() and not (self.out / SETTINGS).is_file():
+            raise OutputError(f"{self.out} exists and is not a model of ours: choose another -o")
+        if self.out.exists() and not (resume or overwrite):
+            raise OutputError(f"{self.out} exists: --overwrite trains it anew")
+        if self.partial.exists() and not (resume or overwrite):
+            raise OutputError(
+                f"{self.partial} is an unfinished run: --resume goes on, --overwrite starts anew"
+            )
+
+    def open(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
+        """Prepare OUT.partial for a run with these settings."""
+        self.check(resume=resume, overwrite=overwrite)
+        if resume and self.out.exists():
+            require_same(_settings(self.out), settings, str(self.out))
+            return False
+        if resume and (self.partial / SETTINGS).is_file():
+            require_same(_settings(self.partial), settings, str(self.partial))
+        else:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.checkpoints.mkdir(parents=True)
+            document = {"settings": settings, "versions": versions()}
+            write_json(self.partial / SETTINGS, document)
+        for checkpoint in self.checkpoints.iterdir():
+            if not (checkpoint / _WHOLE).is_file():
+                shutil.rmtree(checkpoint)
+        shutil.rmtree(self.model, ignore_errors=True)
+        return True
+
+    def last_checkpoint(self) -> Path | None:
+        """The latest whole checkpoint."""
+        found = sorted(self.checkpoints.iterdir(), key=lambda p: int(p.name.rpartition("-")[2]))
+        return found[-1] if found else None
+
+    def finish(self) -> None:
+        """Make OUT.partial/model the finished OUT."""
+        shutil.copy(self.partial / SETTINGS, self.model / SETTINGS)
+        if self.out.exists():
+            # Out of the way, not deleted, until the new one is in place.
+            old = self.out.with_name(self.out.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            self.out.rename(old)
+            self.model.rename(self.out)
+            shutil.rmtree(old)
+        else:
+            self.model.rename(self.out)
+        shutil.rmtree(self.partial)
+
+
+class RunLog(TrainerCallback):
+    """Writes training.jsonl line by line, marks whole checkpoints, shows progress on stderr."""
+
+    def __init__(self, directory: RunDirectory, extra: Callable[[], dict[str, float]] | None = None):
+        self._directory = directory
+        self._extra = extra
+        self._bar: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            desc="train",
+            unit="step",
+            file=sys.stderr,
+            disable=not sys.stderr.isatty() or not state.is_world_process_zero,
+        )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._bar.update(1)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs and "loss" in logs:
+            self._bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+        if state.is_world_process_zero:
+            self.write(self._directory.partial / LOG, state)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            checkpoint = self._directory.checkpoints / f"checkpoint-{state.global_step}"
+            (checkpoint / _WHOLE).touch()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._bar.close()
+
+    @staticmethod
+    def write(path: Path, state: TrainerState) -> None:
+        """The loss curve so far; a resumed run's earlier steps come from its checkpoint."""
+        lines = [orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in state.log_history]
+        path.write_bytes(b"".join(lines))
+
+
+def versions() -> dict[str, str]:
+    """Versions of what shapes a training run."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """A small JSON file for people to read, renamed into place."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    temporary.replace(path)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    try:
+        return dict(orjson.loads((directory / SETTINGS).read_bytes())["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise OutputError(f"{directory / SETTINGS} cannot be read: --overwrite starts anew") from None

@@ -1,0 +1,247 @@
+"""Supervised fine-tuning on the agents' own turns (Optima, Section 3.2, iSFT).
+
+    optima-lite sft examples.jsonl --model relay -o round1
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+
+from optima_lite.engines.loading import (
+    LoadOptions,
+    ModelSpec,
+    attach_adapter,
+    load_base,
+    load_for_inference,
+    pick_device,
+    pick_dtype,
+)
+from optima_lite.errors import TrainingError
+from optima_lite.training.encode import IGNORED, Row
+from optima_lite.training.losses import sft_loss, trained_logits
+from optima_lite.training.run import LOG, RunDirectory, RunLog
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How to train. `batch_size` examples make an optimiser step, in micro-batches that fit.
+
+    `lr` is the peak; it rises linearly over the first `warmup` share of the steps and falls
+    linearly to 0.
+    """
+
+    tune: str = "lora"  # lora | full
+    lr: float = 2e-4
+    epochs: float = 3
+    batch_size: int = 32
+    micro_batch_size: int = 4
+    max_length: int = 4096
+    warmup: float = 0.1
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    gradient_checkpointing: bool = False
+    checkpoint_every: int = 50
+    seed: int = 0
+
+
+def data_digest(rows: Sequence[Row]) -> str:
+    """A fingerprint of what is trained, for the settings guard of --resume."""
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        digest.update(repr((row.ids, row.spans)).encode())
+    return digest.hexdigest()
+
+
+def train(
+    rows: Sequence[Row],
+    spec: ModelSpec,
+    tokenizer: Any,
+    options: LoadOptions,
+    settings: TrainSettings,
+    directory: RunDirectory,
+) -> dict[str, Any]:
+    """Train on `rows` and leave the finished model in `directory.out`.
+
+    Returns the last log entry (loss in nats per trained token, steps, seconds). The directory must
+    have been opened. Raises TrainingError or ModelError.
+    """
+    set_seed(settings.seed)
+    model = prepare_model(spec, options, settings)
+    arguments = training_arguments(settings, options, directory)
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=[{"input_ids": row.ids, "labels": row.labels} for row in rows],
+        data_collator=Collator(tokenizer.pad_token_id),
+        callbacks=[RunLog(directory)],
+    )
+    trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for records
+    checkpoint = directory.last_checkpoint()
+    logging.getLogger("transformers.trainer").setLevel(logging.ERROR)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.save_model(str(directory.model))
+    if trainer.is_world_process_zero():
+        save(trainer, spec, tokenizer, directory)
+    return dict(trainer.state.log_history[-1])
+
+
+class SFTTrainer(Trainer):
+    """Trainer with our loss: the mean over all trained tokens of an optimiser step."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # compute_loss divides by the step's token count itself.
+        self.model_accepts_loss_kwargs = True
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        labels = inputs.pop("labels")
+        logits, targets = trained_logits(model, inputs, labels)
+        loss = sft_loss(logits, targets, num_items_in_batch)
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rows to tensors [rows, length], padded on the right; masks are made by position."""
+
+    pad: int
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        width = max(len(row["input_ids"]) for row in rows)
+        out = {
+            "input_ids": torch.full((len(rows), width), self.pad),
+            "labels": torch.full((len(rows), width), IGNORED),
+            "attention_mask": torch.zeros((len(rows), width), dtype=torch.long),
+        }
+        for i, row in enumerate(rows):
+            length = len(row["input_ids"])
+            out["input_ids"][i, :length] = torch.tensor(row["input_ids"])
+            out["labels"][i, :length] = torch.tensor(row["labels"])
+            out["attention_mask"][i, :length] = 1
+        return out
+
+
+def prepare_model(spec: ModelSpec, options: LoadOptions, settings: TrainSettings) -> Any:
+    """The model to train: a fresh adapter, the given adapter continued, or full weights.
+
+    With LoRA the base is held as `options.load` says and the adapter in fp32. Full fine-tuning
+    holds fp32 weights and computes in the loaded type: updates of 1e-6 would vanish in bf16.
+    """
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    if settings.tune == "full":
+        if options.load == "4bit":
+            raise TrainingError("--tune full cannot train 4-bit weights: use --load bf16")
+        model = load_for_inference(spec, LoadOptions("fp32", options.device, options.trust_remote_code))
+        model.requires_grad_(True)
+        return model.train()
+    base = load_base(spec, options)
+    if options.load == "4bit":
+        base = prepare_model_for_kbit_training(
+            base, use_gradient_checkpointing=settings.gradient_checkpointing
+        )
+    if spec.adapter:
+        return attach_adapter(base, spec.adapter, trainable=True).train()
+    config = LoraConfig(
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(base, config).train()
+
+
+def training_arguments(
+    settings: TrainSettings, options: LoadOptions, directory: RunDirectory
+) -> TrainingArguments:
+    """Our settings in transformers' words."""
+    device = pick_device(options.device)
+    mixed = options.load != "fp32" and pick_dtype(
+        "auto" if options.load == "4bit" else options.load, device
+    )
+    micro = min(settings.micro_batch_size, settings.batch_size)
+    return TrainingArguments(
+        output_dir=str(directory.checkpoints),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=-(-settings.batch_size // micro),
+        num_train_epochs=settings.epochs,
+        learning_rate=settings.lr,
+        lr_scheduler_type="linear",
+        warmup_steps=settings.warmup,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        optim="adamw_torch",
+        bf16=mixed == torch.bfloat16,
+        fp16=mixed == torch.float16,
+        use_cpu=torch.device(device).type == "cpu",
+        gradient_checkpointing=settings.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        save_strategy="steps",
+        save_steps=settings.checkpoint_every,
+        save_total_limit=2,
+        logging_strategy="steps",
+        logging_steps=1,
+        seed=settings.seed,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+    )
+
+
+def save(trainer: Trainer, spec: ModelSpec, tokenizer: Any, directory: RunDirectory) -> None:
+    """Complete the model directory and rename it into place."""
+    config = directory.model / "adapter_config.json"
+    if config.is_file():
+        # Under the name the user gave the base, not the path it was found at on this machine.
+        import json
+
+        content = json.loads(config.read_text(encoding="utf-8"))
+        content["base_model_name_or_path"] = spec.base_name
+        config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save_pretrained(str(directory.model))
+    for leftover in ("training_args.bin", "README.md"):
+        (directory.model / leftover).unlink(missing_ok=True)  # a pickle; a model card without facts
+    RunLog.write(directory.model / LOG, trainer.state)
+    directory.finish()
+
+
+def resolved_settings(
+    settings: TrainSettings, spec: ModelSpec, options: LoadOptions, rows: Sequence[Row]
+) -> dict[str, Any]:
+    """Everything that shapes the result, as it is stored and compared by --resume."""
+    adapter = _file_digest(spec.adapter / "adapter_model.safetensors") if spec.adapter else None
+    return {
+        "command": "sft",
+        "model": spec.name,
+        "adapter": adapter,
+        "load": options.load,
+        "examples": len(rows),
+        "data": data_digest(rows),
+        **asdict(settings),
+    }
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").hexdigest()[:16] if hasattr(
+            hashlib, "file_digest"
+        ) else hashlib.blake2b(stream.read()).hexdigest()[:16]
