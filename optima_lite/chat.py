@@ -62,7 +62,8 @@ class ChatEncoder:
         # SentencePiece models put a space before the first word; ours are never the first.
         marker = tokenizer("\n", add_special_tokens=False).input_ids
         plain = tokenizer("\nx", add_special_tokens=False).input_ids[len(marker) :]
-        self._anchor = 0 if tokenizer("x", add_special_tokens=False).input_ids == plain else len(marker)
+        alone = tokenizer("x", add_special_tokens=False).input_ids
+        self._anchor = 0 if alone == plain else len(marker)
         self._literals = lru_cache(maxsize=4096)(self._render)
         self._literal_ids = lru_cache(maxsize=4096)(self._tokenize_literal)
         self._special = {
@@ -77,7 +78,10 @@ class ChatEncoder:
                 f"{tokenizer.name_or_path}: its chat template cannot show a conversation "
                 "of user and assistant"
             )
+        before = self._literals(("user", "assistant"), False)[1]
+        self._lead = " " if before.endswith(" ") and not before.endswith("  ") else ""
         probe = self.encode([_user("a"), _assistant("b"), _user("c"), _assistant("d")])
+        self._check_prefixes()
         self.end_of_turn = probe.ids[probe.spans[-1][1] - 1]
         if self.end_of_turn not in self._special:
             raise ModelError(
@@ -89,7 +93,10 @@ class ChatEncoder:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a view up to where the agent's next turn begins."""
-        return self._join(self._arrange(messages), generate=True).ids
+        arranged = self._arrange(messages)
+        if not self.repeats and arranged and arranged[-1]["role"] == "assistant":
+            arranged.append(_user("…"))  # as _arrange does between two turns of one agent
+        return self._join(arranged, generate=True).ids
 
     def encode(self, messages: Sequence[Message]) -> Encoded:
         """A view for training: everything up to the end of the last own turn.
@@ -99,7 +106,7 @@ class ChatEncoder:
         arranged = self._arrange(messages)
         while arranged and arranged[-1]["role"] != "assistant":
             arranged.pop()
-        return self._join(arranged, generate=False)
+        return self._join(arranged, generate=False) if arranged else Encoded([], [], [])
 
     def text(self, text: str) -> list[int]:
         """Token ids of a content; special tokens in it are not special."""
@@ -107,6 +114,11 @@ class ChatEncoder:
             "\n" * bool(self._anchor) + text, add_special_tokens=False, split_special_tokens=True
         ).input_ids
         return ids[self._anchor :]
+
+    def reply(self, text: str) -> list[int]:
+        """Token ids of a turn as a view holds it: with the space that some templates put before a
+        reply, without its end-of-turn."""
+        return self.text(self._lead + text) if text else []
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a generated turn, without special tokens, stripped."""
@@ -119,7 +131,7 @@ class ChatEncoder:
         assistant's header. Empty where the model has neither."""
         closed = self._literals(("user",), False)[-1]
         header = self._literals(("user",), True)[-1].removeprefix(closed)
-        ids = list(self._literal_ids(header))
+        ids = list(self._literal_ids(header.removesuffix(self._lead)))
         bos = self.tokenizer.bos_token
         begins = bos and self._literals(("user",), True)[0].startswith(bos)
         if bos and (begins or not ids) and not header.startswith(bos):
@@ -138,17 +150,24 @@ class ChatEncoder:
             merge = out and out[-1]["role"] == role and role != "assistant"
             if merge and (not self.repeats or role == "system" or message["role"] != role):
                 out[-1] = {"role": role, "content": f"{out[-1]['content']}\n\n{content}"}
-            elif (
-                out
-                and not self.system
-                and not self.repeats
-                and out[-1]["role"] == role == "assistant"
-            ):
+            elif out and not self.repeats and out[-1]["role"] == role == "assistant":
                 # Two turns in a row by one agent: the template wants somebody in between.
                 out += [_user("…"), {"role": role, "content": content}]
             else:
                 out.append({"role": role, "content": content})
         return out
+
+    def _check_prefixes(self) -> None:
+        """Raise ModelError where what a template writes depends on the messages that follow."""
+        system = {"role": "system", "content": "a"}
+        view = [system, _assistant("b"), _user("c"), _user("d"), _assistant("e"), _user("f")]
+        encoded = self.encode([*view, _assistant("g")])
+        for turn, (start, _) in zip((1, 4, 6), encoded.spans, strict=True):
+            if self.prompt(view[:turn]) != encoded.ids[:start]:
+                raise ModelError(
+                    f"{self.tokenizer.name_or_path}: its chat template shows a message differently "
+                    "once others follow, so a prompt is no prefix of prompt and reply"
+                )
 
     def _accepts(self, *roles: str) -> bool:
         try:
@@ -185,7 +204,9 @@ class ChatEncoder:
         pieces.append(text)
         for i, role in enumerate(roles):
             if role == "assistant" and i:
-                pieces[i] = self._literals(roles[:i], True)[-1]
+                header = self._literals(roles[:i], True)[-1]
+                # Mistral's "[/INST]" + " Hello": the history has a space that a reply starts with.
+                pieces[i] = header + " " * (pieces[i] == f"{header} ")
         return tuple(pieces)
 
     def _tokenize_literal(self, text: str) -> tuple[int, ...]:
@@ -200,7 +221,7 @@ class ChatEncoder:
         previous = ""
         for message, literal in zip([*messages, None], literals, strict=True):
             lead = ""
-            if message and literal.endswith(" ") and not literal.endswith("  "):
+            if literal.endswith(" ") and not literal.endswith("  "):
                 # "[INST] Hello": the space belongs to the word that follows it.
                 literal, lead = literal[:-1], " "
             pieces = list(self._literal_ids(literal))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from optima_lite.answers import extract, normalize
@@ -85,7 +85,7 @@ class Conversation:
             seed=trajectory_seed(self.seed, str(len(self.turns))),
         )
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: Completion, count_tokens: Callable[[str], int]) -> None:
         """Take the turn that was due; sets `end` when the conversation is over."""
         if completion.stop == "error":
             self.end, self.error = "engine_error", completion.error
@@ -95,8 +95,10 @@ class Conversation:
             return
         speaker = self.speaker
         # Models like to repeat the name that the transcript shows in front of a turn.
-        text = completion.text.removeprefix(f"{speaker.name}:").strip()
-        self.turns.append(Turn(speaker.name, text, completion.tokens, completion.stop))
+        said = completion.text.strip()
+        text = said.removeprefix(f"{speaker.name}:").strip()
+        tokens = completion.tokens if text == said else count_tokens(text)
+        self.turns.append(Turn(speaker.name, text, tokens, completion.stop))
         answer = extract(text, self.team.answer_mark)
         if answer is not None:
             self._answers.append(answer)
@@ -155,11 +157,16 @@ def start(
     return conversations
 
 
-def run(groups: Iterator[Sequence[Conversation]], engine: Engine) -> Iterator[Sequence[Conversation]]:
+def run(
+    groups: Iterator[Sequence[Conversation]],
+    engine: Engine,
+    ready: Callable[[], bool] = lambda: True,
+) -> Iterator[Sequence[Conversation]]:
     """Hold all conversations of all groups; yield each group, in order, when it is finished.
 
     `groups` is consumed as the engine finds room, so that a long input streams: at most the
     conversations in flight, and finished ones that wait for an earlier group, are in memory.
+    While turns are running, a group is taken only if `ready()` says that it can be had at once.
     """
     due: deque[Conversation] = deque()
     waiting: deque[Sequence[Conversation]] = deque()
@@ -168,14 +175,14 @@ def run(groups: Iterator[Sequence[Conversation]], engine: Engine) -> Iterator[Se
 
     def pull(room: int) -> list[Request]:
         nonlocal exhausted
-        while len(due) < room and not exhausted:
+        while len(due) < room and not exhausted and (ready() or not (due or asked)):
             group = next(groups, None)
             if group is None:
                 exhausted = True
             else:
                 waiting.append(group)
                 due.extend(group)
-        requests = []
+        requests: list[Request] = []
         while due and len(requests) < room:
             conversation = due.popleft()
             request = conversation.request()
@@ -185,7 +192,7 @@ def run(groups: Iterator[Sequence[Conversation]], engine: Engine) -> Iterator[Se
 
     for request, completion in engine.generate(pull):
         conversation = asked.pop(id(request))
-        conversation.add(completion)
+        conversation.add(completion, engine.count_tokens)
         if conversation.end is None:
             # Before anything new: running conversations have their prefix in the engine's cache.
             due.appendleft(conversation)

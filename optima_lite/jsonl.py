@@ -10,11 +10,13 @@ Two kinds of output, because two things can go wrong:
 
 from __future__ import annotations
 
+import hashlib
 import os
+import select
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Generic, TypeVar
@@ -32,6 +34,12 @@ def dumps(obj: Record | dict[str, Any]) -> bytes:
     """One line: UTF-8, `\\n` at the end and nowhere else."""
     data = obj.to_dict() if isinstance(obj, Record) else obj
     return orjson.dumps(data, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def digest(record: Record) -> bytes:
+    """16 bytes that are equal for equal records: to recognise one without keeping it."""
+    data = orjson.dumps(record.to_dict(), option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def parse_line(line: bytes, source: str, number: int) -> dict[str, Any]:
@@ -67,9 +75,11 @@ class Reader(Generic[R]):
         self.skipped = 0
         self.source = STDIN if path == "-" else path
         self.number = 0
+        self._stream: Iterable[bytes] = ()
 
     def __iter__(self) -> Iterator[R]:
         with self._open() as stream:
+            self._stream = stream
             for self.number, line in enumerate(stream, start=1):
                 if self.number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")
@@ -91,18 +101,60 @@ class Reader(Generic[R]):
         except InputError as error:
             raise InputError(error.reason, self.source, self.number) from None
 
+    def ready(self) -> bool:
+        """Whether the next line can be had without waiting for whoever writes our pipe."""
+        return not isinstance(self._stream, PipeLines) or self._stream.ready()
+
     def error(self, message: str) -> InputError:
         """An error about the record that was read last."""
         return InputError(message, self.source, self.number)
 
-    def _open(self) -> AbstractContextManager[IO[bytes]]:
+    def _open(self) -> AbstractContextManager[Iterable[bytes]]:
         if self.path == "-":
-            # A buffered reader gives out a line as soon as it has one: pipes stream.
-            return nullcontext(sys.stdin.buffer)
+            return nullcontext(PipeLines(sys.stdin.fileno()))
         try:
             return open(self.path, "rb")
         except OSError as error:
             raise InputError(error.strerror or str(error), self.path) from None
+
+
+class PipeLines:
+    """Lines of a file descriptor, each given out as soon as it is there.
+
+    Unlike a buffered reader it can tell whether a line is there, so that who has other work (turns
+    that are running) need not wait for a slow writer.
+    """
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+        self._buffer = b""
+        self._ended = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
+                self._buffer = rest
+                yield line + newline
+            elif self._ended:
+                if line:
+                    yield line
+                return
+            else:
+                self._read()
+
+    def ready(self) -> bool:
+        """Whether a whole line, or the end, can be had at once."""
+        while not self._ended and b"\n" not in self._buffer:
+            if not select.select([self._descriptor], [], [], 0)[0]:
+                return False
+            self._read()
+        return True
+
+    def _read(self) -> None:
+        data = os.read(self._descriptor, 1 << 16)
+        self._buffer += data
+        self._ended = not data
 
 
 def groups(reader: Reader[R], key: Callable[[R], str]) -> Iterator[list[R]]:
@@ -113,11 +165,15 @@ def groups(reader: Reader[R], key: Callable[[R], str]) -> Iterator[list[R]]:
     seen: set[int] = set()
     group: list[R] = []
     current: str | None = None
+    last = 0
     for record in reader:
-        name = key(record)
+        name, line = key(record), reader.number
         if name != current:
             if group:
+                # What the caller finds wrong with the group stands in the group's lines.
+                reader.number = last
                 yield group
+                reader.number = line
             if hash(name) in seen:
                 raise reader.error(
                     f"{name} appeared before: the lines of one task must stand together"
@@ -125,7 +181,9 @@ def groups(reader: Reader[R], key: Callable[[R], str]) -> Iterator[list[R]]:
             seen.add(hash(name))
             group, current = [], name
         group.append(record)
+        last = line
     if group:
+        reader.number = last
         yield group
 
 
@@ -143,6 +201,16 @@ def check_free(path: str, *, resume: bool = False, overwrite: bool = False) -> N
         raise OutputError(f"{path} exists: --overwrite replaces it")
 
 
+def refuse_input(input: str, output: str) -> None:
+    """Refuse an output that grows while it is read: opening it would empty the input."""
+    if output == "-" or not Path(output).is_file():
+        return
+    with suppress(OSError, ValueError):  # no such input (said when it is read), no real stdin
+        source = os.fstat(sys.stdin.fileno()) if input == "-" else os.stat(input)
+        if os.path.samestat(source, os.stat(output)):
+            raise OutputError(f"{output} is the input: write to another file")
+
+
 @contextmanager
 def atomic_output(path: str, *, overwrite: bool = False) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that writes bytes to stdout ("-") or to `path`, whole or not at all.
@@ -155,13 +223,13 @@ def atomic_output(path: str, *, overwrite: bool = False) -> Iterator[Callable[[b
         return
     if Path(path).exists() and not Path(path).is_file():
         with open(path, "wb") as stream:
-            yield lambda data: (stream.write(data), stream.flush())[0] and None
+            yield _writer(stream, flush=True)
         return
     target = Path(path)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
-            yield lambda data: stream.write(data) and None
+            yield _writer(stream, flush=False)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(name, 0o666 & ~_umask())
@@ -234,7 +302,7 @@ class ResumableOutput:
 
     def _open(self) -> None:
         try:
-            self._stream = open(self.path, self._mode)
+            self._stream = open(self.path, self._mode)  # noqa: SIM115 - closed by __exit__
             if self._mode == "ab":
                 self._stream.truncate(self._keep)
         except OSError as error:
@@ -272,6 +340,15 @@ def write_all(write: Callable[[bytes], None], records: Iterable[Record]) -> int:
     for count, record in enumerate(records, start=1):  # noqa: B007
         write(dumps(record))
     return count
+
+
+def _writer(stream: IO[bytes], flush: bool) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        stream.write(data)
+        if flush:
+            stream.flush()
+
+    return write
 
 
 def _write_stdout(data: bytes) -> None:

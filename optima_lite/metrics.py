@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from optima_lite.answers import normalize
 from optima_lite.errors import InputError
 
-
 _CLOSED = frozenset({"yes", "no", "noanswer"})
 
 

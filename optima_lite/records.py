@@ -11,7 +11,6 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, TypeVar
 
 from optima_lite.errors import InputError
@@ -53,7 +52,8 @@ class Record:
                 known[f.name] = _convert(data[f.name], hints[f.name], f.name)
             elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
                 raise InputError(f'missing "{f.name}"')
-        rest = {k: v for k, v in data.items() if k not in hints}
+        # A foreign field may itself be called "extra".
+        rest = {k: v for k, v in data.items() if k not in hints or k == "extra"}
         record = cls(**known, extra=rest)  # type: ignore[call-arg]
         record.check()
         return record
@@ -90,7 +90,9 @@ class Task(Record):
         "one list of paragraphs per agent; empty in debate", default=()
     )
     choices: tuple[str, ...] | None = doc("options of a multiple-choice question", default=None)
-    team: str | None = doc("the team used when `--team` is not given (else: `setting`)", default=None)
+    team: str | None = doc(
+        "the team used when `--team` is not given (else: `setting`)", default=None
+    )
     meta: dict[str, Any] = doc("whatever the dataset tells about the row", default_factory=dict)
     extra: dict[str, Any] = _extra()
 
@@ -126,7 +128,9 @@ class Team(Record):
     order: tuple[str, ...] | None = doc(
         "names in speaking order, repeated until the end (default: as listed)", default=None
     )
-    answer_mark: str = doc("`tag` for `<A>answer</A>`, `boxed` for `\\boxed{answer}`", default="tag")
+    answer_mark: str = doc(
+        "`tag` for `<A>answer</A>`, `boxed` for `\\boxed{answer}`", default="tag"
+    )
     agreement: int | None = doc(
         "the talk ends when the last so many marked answers are equal (default: all agents)",
         default=None,
@@ -226,18 +230,21 @@ class Example(Record):
                 raise InputError(f'"messages[{i}].role" is {message["role"]!r}')
 
 
+_HINTS: dict[type[Record], dict[str, Any]] = {}  # resolved once: it is most of the parsing time
+
 #: The kinds in the order of the pipeline; docs/records.md lists them so.
 KINDS: tuple[type[Record], ...] = (Task, Team, Agent, Trajectory, Turn, Score, Example)
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _hints(cls: type[Record]) -> dict[str, Any]:
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true/false", int: "a number"}
-    names |= {float: "a number", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "text", bool: "true/false"}
+    names |= {int: "a whole number", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
 
 

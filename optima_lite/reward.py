@@ -46,11 +46,12 @@ def worst(losses: Losses) -> float | None:
 def degenerate(trajectory: Trajectory) -> bool:
     """Whether some turn is not a turn: it is empty, or its speaker also wrote another's part.
 
-    Another's part is a line that begins with another agent's name and a colon.
+    Another's part begins with another agent's name and a colon, at the start of a line or of a
+    sentence ("… is Tilda Marsk. Bob: She was born …").
     """
     for turn in trajectory.turns:
         others = [re.escape(a.name) for a in trajectory.team.agents if a.name != turn.agent]
-        foreign = rf"^\W*(?:{'|'.join(others)})\W*:" if others else None
+        foreign = rf"(?:^\W*|[.!?]\W*\s)(?:{'|'.join(others)})\W*:" if others else None
         if not turn.text.strip():
             return True
         if foreign and re.search(foreign, turn.text, re.MULTILINE):

@@ -31,7 +31,7 @@ def best_of(group: Sequence[Trajectory]) -> Trajectory | None:
 
 def top_share(rewards: Sequence[float], share: float) -> list[int]:
     """Indices, ascending, of the ⌈share · n⌉ highest rewards; of equals the earlier ones."""
-    # Rounded first: 0.7 * 10 is a hair above 7 in binary, and must not become 8.
+    # Rounded first: 0.07 * 100 is a hair above 7 in binary, and must not become 8.
     keep = math.ceil(round(share * len(rewards), 9))
     ranked = sorted(range(len(rewards)), key=lambda i: (-rewards[i], i))
     return sorted(ranked[:keep])
@@ -44,9 +44,7 @@ def examples(trajectory: Trajectory) -> list[Example]:
         own = [i for i, turn in enumerate(trajectory.turns) if turn.agent == agent.name]
         if not own:
             continue
-        messages = view(
-            trajectory.team, trajectory.task, agent, trajectory.turns[: own[-1] + 1]
-        )
+        messages = view(trajectory.team, trajectory.task, agent, trajectory.turns[: own[-1] + 1])
         out.append(
             Example(
                 messages=tuple(messages),

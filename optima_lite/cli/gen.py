@@ -1,4 +1,4 @@
-"""`optima-lite gen`: let a team hold conversations about tasks (Optima, Section 3.1, "generate")."""
+"""`optima-lite gen`: let a team hold conversations about tasks (Optima's "generate" step)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from optima_lite import dialogue
 from optima_lite.cli import options
 from optima_lite.errors import OutputError
-from optima_lite.jsonl import Reader, ResumableOutput, require_same
+from optima_lite.jsonl import Reader, ResumableOutput, digest, refuse_input, require_same
 from optima_lite.records import Task, Team, Trajectory
 from optima_lite.teams import check_fits, load_formats, load_team
 
@@ -22,16 +22,63 @@ from optima_lite.teams import check_fits, load_formats, load_team
 @options.overwrite_option
 @options.skip_bad_option
 @options.model_option(required=True)
-@click.option("--team", metavar="NAME|FILE", help="A built-in team or a YAML file.  [default: the task's]")
-@click.option("-n", "--n", type=click.IntRange(min=1), default=10, show_default=True, help="Conversations per task.")
-@click.option("-t", "--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 is greedy; with --formats the paper samples at 0.3.")
-@click.option("--formats", metavar="FILE", is_flag=False, flag_value="", help="Initialization round: end each conversation's prompts with a text drawn from a pool, the built-in one or FILE.")
+@click.option(
+    "--team", metavar="NAME|FILE", help="A built-in team or a YAML file.  [default: the task's]"
+)
+@click.option(
+    "-n",
+    "--n",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Conversations per task.",
+)
+@click.option(
+    "-t",
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.7,
+    show_default=True,
+    help="0 is greedy; with --formats the paper samples at 0.3.",
+)
+@click.option(
+    "--formats",
+    is_flag=True,
+    help="Initialization round: end a conversation's prompts with a format text from a pool.",
+)
+@click.option(
+    "--format-pool", metavar="FILE", help="With --formats: a YAML file of your own, name: text."
+)
 @click.option("--max-turns", type=click.IntRange(min=1), help="Turn limit.  [default: the team's]")
-@click.option("--max-turn-tokens", type=click.IntRange(min=1), help="Token limit of a turn.  [default: the team's]")
-@click.option("--context", type=click.IntRange(min=1), help="Context window in tokens.  [default: the model's]")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Turns that run at once.")
-@click.option("--cache-gb", type=click.FloatRange(min=0.1), default=4.0, show_default=True, help="Memory for keys and values.")
-@click.option("--show-prompt", is_flag=True, help="Print what the first speaker of the first task sees, and stop. Loads no model.")
+@click.option(
+    "--max-turn-tokens",
+    type=click.IntRange(min=1),
+    help="Token limit of a turn.  [default: the team's]",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    help="Context window in tokens.  [default: the model's]",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Turns that run at once.",
+)
+@click.option(
+    "--cache-gb",
+    type=click.FloatRange(min=0.1),
+    default=4.0,
+    show_default=True,
+    help="Memory for keys and values.",
+)
+@click.option(
+    "--show-prompt",
+    is_flag=True,
+    help="Print what the first speaker of the first task sees, and stop. Loads no model.",
+)
 @options.seed_option
 @options.load_option
 @options.device_option
@@ -46,7 +93,8 @@ def command(
     team: str | None,
     n: int,
     temperature: float,
-    formats: str | None,
+    formats: bool,
+    format_pool: str | None,
     max_turns: int | None,
     max_turn_tokens: int | None,
     context: int | None,
@@ -68,7 +116,9 @@ def command(
       optima-lite gen tasks.jsonl --model Qwen/Qwen2.5-7B-Instruct --team my_team.yaml
     """
     fixed_team = load_team(team) if team else None
-    pool = None if formats is None else load_formats(formats or None)
+    if format_pool and not formats:
+        raise click.UsageError("--format-pool goes with --formats")
+    pool = load_formats(format_pool) if formats else None
     reader = Reader(input, Task, skip_bad, options.bad_line)
     sampling = dialogue.Sampling(temperature, max_turns, max_turn_tokens, seed)
     if show_prompt:
@@ -78,12 +128,13 @@ def command(
         "n": n,
         "temperature": temperature,
         "seed": seed,
-        "formats": None if pool is None else (formats or "built-in"),
+        "formats": (format_pool or "built-in") if formats else None,
         "max_turns": max_turns,
         "max_turn_tokens": max_turn_tokens,
         "context": context,
         "load": load,
     }
+    refuse_input(input, output)
     out = ResumableOutput(output, resume=resume, overwrite=overwrite)
     done = _finished(out, model, n, settings)
     teams: dict[str, Team] = {}
@@ -99,10 +150,9 @@ def command(
             its_team = fixed_team or _default_team(task, teams)
             check_fits(its_team, task)
             if task.id in done:
-                if done[task.id] != (task, its_team):
-                    raise OutputError(
-                        f"{output} was made from other input: {task.id} has changed"
-                    )
+                if done[task.id] != (digest(task), digest(its_team)):
+                    what = f"team {its_team.name}" if done[task.id][0] == digest(task) else task.id
+                    raise OutputError(f"{output} was made from other input: {what} has changed")
                 kept += 1
                 continue
             yield dialogue.start(task, its_team, n, sampling, pool)
@@ -121,7 +171,7 @@ def command(
                 context=context,
                 cache_gb=cache_gb,
             )
-            _hold(first, waiting, engine, model, settings, out)
+            _hold(first, waiting, reader, engine, model, settings, out)
     if kept:
         options.notice(f"gen: kept {kept} finished tasks of {output}")
 
@@ -132,6 +182,7 @@ command.short_help = "Hold conversations: tasks -> trajectories."
 def _hold(
     first: Sequence[dialogue.Conversation],
     rest: Iterator[Sequence[dialogue.Conversation]],
+    reader: Reader[Task],
     engine: Any,
     model: str,
     settings: dict[str, Any],
@@ -145,7 +196,7 @@ def _hold(
 
     tokens = 0
     with options.progress(unit="conv", desc="gen") as bar:
-        for group in dialogue.run(all_groups(), engine):
+        for group in dialogue.run(all_groups(), engine, reader.ready):
             for conversation in group:
                 trajectory = conversation.trajectory(model, settings)
                 out.write(trajectory)
@@ -163,12 +214,12 @@ def _default_team(task: Task, teams: dict[str, Team]) -> Team:
 
 def _finished(
     out: ResumableOutput, model: str, n: int, settings: dict[str, Any]
-) -> dict[str, tuple[Task, Team]]:
-    """Whole groups of an interrupted run; a group that is not whole is cut off.
+) -> dict[str, tuple[bytes, bytes]]:
+    """Whole groups of an interrupted run (id -> digests of task and team); others are cut off.
 
     Only its last group can be incomplete, since groups are written one after the other.
     """
-    done: dict[str, tuple[Task, Team]] = {}
+    done: dict[str, tuple[bytes, bytes]] = {}
     last: list[Trajectory] = []
     lines = whole = 0
     for record in out.kept(Trajectory):
@@ -181,7 +232,7 @@ def _finished(
         lines += 1
         if len(last) == n:
             whole = lines
-            done[record.task.id] = (record.task, record.team)
+            done[record.task.id] = (digest(record.task), digest(record.team))
     if whole < lines:
         out.truncate_to(whole)
     return done

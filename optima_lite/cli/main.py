@@ -10,6 +10,9 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import click
 
@@ -28,8 +31,28 @@ COMMANDS = {
 }
 
 
+class ClosedPipe(Exception):
+    """A BrokenPipeError under a name that click does not turn into exit code 1."""
+
+
+@contextmanager
+def _renamed() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ClosedPipe from error
+
+
 class LazyGroup(click.Group):
     """Finds commands by name without importing the others."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _renamed():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _renamed():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -110,7 +133,7 @@ def run(argv: list[str] | None = None) -> int:
         _trace()
         click.echo("interrupted", err=True)
         return 130
-    except BrokenPipeError:
+    except (ClosedPipe, BrokenPipeError):
         # Nothing more can be written to stdout; keep the interpreter from trying.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -122,9 +145,7 @@ def run(argv: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("OPTIMA_LITE_DEBUG"):
             raise
-        click.echo(
-            f"error: {type(error).__name__}: {error} (a bug? --debug shows where)", err=True
-        )
+        click.echo(f"error: {type(error).__name__}: {error} (a bug? --debug shows where)", err=True)
         return 1
 
 

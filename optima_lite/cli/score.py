@@ -10,7 +10,7 @@ import click
 
 from optima_lite.cli import options
 from optima_lite.errors import InputError, OutputError
-from optima_lite.jsonl import Reader, ResumableOutput, groups, require_same
+from optima_lite.jsonl import Reader, ResumableOutput, digest, groups, refuse_input, require_same
 from optima_lite.records import Trajectory
 from optima_lite.reward import Losses, Weights, score_group
 
@@ -22,10 +22,30 @@ from optima_lite.reward import Losses, Weights, score_group
 @options.overwrite_option
 @options.skip_bad_option
 @options.model_option("The base model of R_loss; an adapter is left off. See gen --help for names.")
-@click.option("--lambda-token", type=click.FloatRange(min=0), default=0.6, show_default=True, help="Weight of R_token.")
-@click.option("--lambda-loss", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Weight of 1 / R_loss.")
-@click.option("--loss-context", type=click.Choice(["none", "dialogue"]), default="none", show_default=True, help="Score a turn's language on its own, or after the turns before it.")
-@click.option("--reuse", is_flag=True, help="Keep the stored losses and only weigh anew: needs no model.")
+@click.option(
+    "--lambda-token",
+    type=click.FloatRange(min=0),
+    default=0.6,
+    show_default=True,
+    help="Weight of R_token.",
+)
+@click.option(
+    "--lambda-loss",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="Weight of 1 / R_loss.",
+)
+@click.option(
+    "--loss-context",
+    type=click.Choice(["none", "dialogue"]),
+    default="none",
+    show_default=True,
+    help="Score a turn's language on its own, or after the turns before it.",
+)
+@click.option(
+    "--reuse", is_flag=True, help="Keep the stored losses and only weigh anew: needs no model."
+)
 @options.load_option
 @options.device_option
 @options.trust_option
@@ -57,6 +77,7 @@ def command(
     if reuse == bool(model):
         raise click.UsageError("give either --model (compute losses) or --reuse (keep them)")
     reader = Reader(input, Trajectory, skip_bad, options.bad_line)
+    refuse_input(input, output)
     out = ResumableOutput(output, resume=resume, overwrite=overwrite)
     weights = Weights(lambda_token, lambda_loss)
     base = None
@@ -84,18 +105,13 @@ def command(
                     f"{output} was made from other input: {group[0].task.id} has changed"
                 )
             else:
-                if base and engine is None:
-                    from optima_lite.engines.hf import HFEngine
-                    from optima_lite.engines.loading import LoadOptions
-
-                    engine = HFEngine.load(base, LoadOptions(load, device, trust_remote_code))
-                for trajectory in (
-                    _reweigh(reader, group, weights)
-                    if reuse
-                    else score_group(
-                        group, _losses(engine, group, loss_context), weights, base.name, loss_context
-                    )
-                ):
+                if base is None:
+                    scored = _reweigh(reader, group, weights)
+                else:
+                    engine = engine or _load(base, load, device, trust_remote_code)
+                    losses = _losses(engine, group, loss_context)
+                    scored = score_group(group, losses, weights, base.name, loss_context)
+                for trajectory in scored:
                     out.write(trajectory)
             bar.update(len(group))
     if kept:
@@ -103,6 +119,13 @@ def command(
 
 
 command.short_help = "Compute rewards (Eq. 1): trajectories -> the same with reward."
+
+
+def _load(base: Any, load: str, device: str | None, trust_remote_code: bool) -> Any:
+    from optima_lite.engines.hf import HFEngine
+    from optima_lite.engines.loading import LoadOptions
+
+    return HFEngine.load(base, LoadOptions(load, device, trust_remote_code))
 
 
 def _losses(engine: Any, group: Sequence[Trajectory], context: str) -> list[list[float | None]]:
@@ -153,17 +176,18 @@ def _check_group(reader: Reader[Trajectory], group: Sequence[Trajectory]) -> Non
         )
 
 
-def _fingerprint(trajectory: Trajectory) -> Trajectory:
-    """A trajectory without what score adds."""
-    return replace(trajectory, reward=None, score=None)
+def _fingerprint(trajectory: Trajectory) -> bytes:
+    """A trajectory's digest, without what score adds."""
+    return digest(replace(trajectory, reward=None, score=None))
 
 
 def _finished(
     out: ResumableOutput, settings: dict[str, Any], reuse: bool
-) -> dict[str, list[Trajectory]]:
-    """Scored trajectories of an interrupted run by task; a torn group at the end is cut off."""
-    done: dict[str, list[Trajectory]] = {}
+) -> dict[str, list[bytes]]:
+    """Fingerprints of an interrupted run's trajectories by task; a torn last group is cut off."""
+    done: dict[str, list[bytes]] = {}
     lines = 0
+    wanted: Any = None
     for record in out.kept(Trajectory):
         if record.score is None:
             raise OutputError(f"{out.path} has records without a score: is it score's output?")
@@ -173,10 +197,11 @@ def _finished(
         require_same(old, settings, out.path)
         done.setdefault(record.task.id, []).append(_fingerprint(record))
         lines += 1
+        wanted = record.settings.get("n")
     if done:
         # Only the last group can be torn. Where its size is not known it is done again.
         name, last = next(reversed(done.items()))
-        if len(last) != last[0].settings.get("n"):
+        if len(last) != wanted:
             out.truncate_to(lines - len(last))
             del done[name]
     return done

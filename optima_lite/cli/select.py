@@ -17,8 +17,16 @@ from optima_lite.selection import best_of, eligible, examples, top_share
 @options.output_option
 @options.overwrite_option
 @options.skip_bad_option
-@click.option("--theta", type=float, default=0.5, show_default=True, help="Keep rewards above this (θ_sft).")
-@click.option("--top", type=click.FloatRange(0, 1, min_open=True), default=0.7, show_default=True, help="Of those, keep this share with the highest rewards.")
+@click.option(
+    "--theta", type=float, default=0.5, show_default=True, help="Keep rewards above this (θ_sft)."
+)
+@click.option(
+    "--top",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.7,
+    show_default=True,
+    help="Of those, keep this share with the highest rewards.",
+)
 def command(
     input: str, output: str, overwrite: bool, skip_bad: bool, theta: float, top: float
 ) -> None:

@@ -21,16 +21,64 @@ from optima_lite.records import Example
 @options.model_option(
     "What to start from; an adapter is trained further. See gen --help for names.", required=True
 )
-@click.option("--tune", type=click.Choice(["lora", "full"]), default="lora", show_default=True, help="Train an adapter, or all weights.")
-@click.option("--lr", type=click.FloatRange(min=0, min_open=True), help="Peak learning rate.  [default: 2e-5, with LoRA 2e-4]")
-@click.option("--epochs", type=click.FloatRange(min=0, min_open=True), default=3.0, show_default=True, help="Passes over the examples.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Examples per optimiser step.")
-@click.option("--micro-batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Examples computed at once; changes memory, not the result.")
-@click.option("--max-length", type=click.IntRange(min=16), default=4096, show_default=True, help="Tokens of an example; partners' oldest turns are cut to fit.")
-@click.option("--lora-r", type=click.IntRange(min=1), default=16, show_default=True, help="Rank of a new adapter, on all linear layers; alpha is twice the rank.")
+@click.option(
+    "--tune",
+    type=click.Choice(["lora", "full"]),
+    default="lora",
+    show_default=True,
+    help="Train an adapter, or all weights.",
+)
+@click.option(
+    "--lr",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Peak learning rate.  [default: 2e-5, with LoRA 2e-4]",
+)
+@click.option(
+    "--epochs",
+    type=click.FloatRange(min=0, min_open=True),
+    default=3.0,
+    show_default=True,
+    help="Passes over the examples.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Examples per optimiser step.",
+)
+@click.option(
+    "--micro-batch-size",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Examples computed at once; changes memory, not the result.",
+)
+@click.option(
+    "--max-length",
+    type=click.IntRange(min=16),
+    default=4096,
+    show_default=True,
+    help="Tokens of an example; partners' oldest turns are cut to fit.",
+)
+@click.option(
+    "--lora-r",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Rank of a new adapter, on all linear layers; alpha is twice the rank.",
+)
 @click.option("--gradient-checkpointing", is_flag=True, help="Less memory for a third more time.")
-@click.option("--checkpoint-every", type=click.IntRange(min=1), default=50, show_default=True, help="Steps between checkpoints for --resume.")
-@click.option("--dry-run", is_flag=True, help="Print what training would see, and stop. Loads no weights.")
+@click.option(
+    "--checkpoint-every",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Steps between checkpoints for --resume.",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Print what training would see, and stop. Loads no weights."
+)
 @options.seed_option
 @options.load_option
 @options.device_option
@@ -99,7 +147,8 @@ def command(
     spec = resolve(model)
     if output is not None:
         directory = run.RunDirectory(Path(output))
-        directory.check(resume=resume, overwrite=overwrite)
+        if run.is_main_process():
+            directory.check(resume=resume, overwrite=overwrite)
     pick_device(device)
     tokenizer = load_tokenizer(spec, loading)
     chat = ChatEncoder(tokenizer)
@@ -115,8 +164,9 @@ def command(
     ):
         options.notice(f"sft: {output} is finished")
         return
-    for line in report.lines(chat):
-        options.notice(f"sft: {line}")
+    if run.is_main_process():
+        for line in report.lines(chat):
+            options.notice(f"sft: {line}")
     try:
         last = sft.train(report.rows, spec, tokenizer, loading, settings, directory)
     except (RuntimeError, MemoryError) as error:
@@ -126,6 +176,8 @@ def command(
                 "or --load 4bit"
             ) from error
         raise
+    if not run.is_main_process():
+        return
     options.notice(
         f"sft: {output} is finished: {last.get('step', 0)} steps, "
         f"mean loss {last.get('train_loss', float('nan')):.4f}, "

@@ -12,6 +12,7 @@ distribution. (A Gumbel number per vocabulary entry would do the same at 49 152 
 from __future__ import annotations
 
 import inspect
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from optima_lite.engines.loading import (
     load_tokenizer,
     resolve,
 )
+from optima_lite.errors import ModelError
 
 _PREFILL_TOKENS = 512  # of one batch of prompts: enough to fill the matrix units
 _WORTH_WAITING = 16  # tokens another prompt must have ahead of the store to be waited for
@@ -133,15 +135,13 @@ class HFEngine:
 
     def _room(self, cache: SlotCache, busy: int) -> int:
         """How many more turns fit: slots, and the memory they would take at today's length."""
-        fit = self.slots
-        if cache.bytes_per_token:
-            budget = self._budget * (1 - _STORE_SHARE)
-            fit = min(fit, int(budget // (cache.bytes_per_token * cache.length)))
+        if not cache.bytes_per_token:
+            return 1 - busy  # the first turn shows what a token takes
+        budget = self._budget * (1 - _STORE_SHARE)
+        fit = min(self.slots, int(budget // (cache.bytes_per_token * cache.length)))
         return max(fit - busy, 0 if busy else 1)
 
-    def _prefill(
-        self, cache: SlotCache, store: PrefixStore, starting: dict[int, _Running]
-    ) -> None:
+    def _prefill(self, cache: SlotCache, store: PrefixStore, starting: dict[int, _Running]) -> None:
         """Bring slots to the end of their prompts, a few at a time, and draw the first tokens."""
         batch: dict[int, tuple[_Running, int]] = {}  # slot -> turn, tokens already known
 
@@ -152,13 +152,15 @@ class HFEngine:
 
         for slot, turn in starting.items():
             known, kv = store.longest(turn.prompt)
-            ahead = max((common_prefix(o.prompt, turn.prompt) for o, _ in batch.values()), default=0)
+            others = [other.prompt for other, _ in batch.values()]
+            ahead = max((common_prefix(other, turn.prompt) for other in others), default=0)
             if ahead > known + _WORTH_WAITING:
                 # Another conversation of the same task is in this batch: take its work.
                 flush()
                 known, kv = store.longest(turn.prompt)
             known = min(known, len(turn.prompt) - 1)  # the last token's logits are wanted
-            widest = max([len(t.prompt) - k for t, k in batch.values()] + [len(turn.prompt) - known])
+            new = [len(t.prompt) - k for t, k in batch.values()]
+            widest = max(*new, len(turn.prompt) - known) if new else 0
             if batch and widest * (len(batch) + 1) > _PREFILL_TOKENS:
                 flush()
             if kv is not None and known:
@@ -295,7 +297,7 @@ class HFEngine:
         and after `context` as a user message where there is one. End-of-turn does not count."""
         rows: list[tuple[list[int], int]] = []
         for utterance in utterances:
-            ids = self.chat.text(utterance.text)
+            ids = self.chat.reply(utterance.text) if utterance.text.strip() else []
             if utterance.context is None:
                 before = self.chat.reply_header()
             else:
@@ -326,6 +328,8 @@ class HFEngine:
             logps = torch.log_softmax(logits[i, start - 1 : len(ids) - 1].float(), dim=-1)
             picked = logps.gather(-1, tokens[i, start : len(ids), None])
             out.append(-float(picked.mean()) if len(picked) else None)
+        if any(loss is not None and math.isnan(loss) for loss in out):
+            raise ModelError(f"{self.name} gives losses that are no numbers: try --load fp32")
         return out
 
     def count_tokens(self, text: str) -> int:

@@ -24,14 +24,16 @@ KV = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class SlotCache(Cache):
-    """Keys and values of up to `slots` sequences: per layer [slots, kv_heads, length, head_dim].
+    """Keys and values of several sequences: per layer [slots, kv_heads, length, head_dim].
 
-    `aim` says where the next forward pass stands; `update` is called by the model's attention.
+    Slots (up to `limit`) and length grow with what runs at once. `aim` says where the next forward
+    pass stands; `update` is called by the model's attention.
     """
 
-    def __init__(self, slots: int):
+    def __init__(self, limit: int) -> None:
         super().__init__(layers=[])
-        self.slots = slots
+        self._limit = limit
+        self.slots = 0
         self.length = 0
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
@@ -49,8 +51,7 @@ class SlotCache(Cache):
         self._rows, self._positions = rows[:, None], positions
         self._all_in_order = bool((rows == torch.arange(len(rows), device=rows.device)).all())
         self._seen = int(positions.max()) + 1
-        if self._seen > self.length:
-            self._grow(self._seen)
+        self._hold(int(rows.max()) + 1, self._seen)
 
     def update(
         self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
@@ -76,8 +77,7 @@ class SlotCache(Cache):
     @torch.inference_mode()
     def load(self, slot: int, kv: KV, tokens: int) -> None:
         """Copy the first `tokens` positions of `kv` into a slot."""
-        if tokens > self.length:
-            self._grow(tokens)
+        self._hold(slot + 1, tokens)
         for layer, (keys, values) in enumerate(kv):
             self._keys[layer][slot, :, :tokens] = keys[:, :tokens]
             self._values[layer][slot, :, :tokens] = values[:, :tokens]
@@ -107,14 +107,23 @@ class SlotCache(Cache):
         )
 
     @torch.inference_mode()
-    def _grow(self, needed: int) -> None:
-        length = max(-(-needed // _GROWTH) * _GROWTH, self.length + self.length // 4)
+    def _hold(self, slots: int, tokens: int) -> None:
+        """Make room for so many slots and tokens."""
+        if slots <= self.slots and tokens <= self.length:
+            return
+        length = self.length
+        if slots > self.slots:
+            slots = max(slots, min(2 * self.slots, self._limit))  # doubled: growing copies all
+        else:
+            slots = self.slots
+        if tokens > length:
+            length = max(-(-tokens // _GROWTH) * _GROWTH, length + length // 4)
         for store in (self._keys, self._values):
             for layer, old in store.items():
-                new = old.new_zeros((*old.shape[:2], length, old.shape[3]))
-                new[:, :, : self.length] = old
+                new = old.new_zeros((slots, old.shape[1], length, old.shape[3]))
+                new[: self.slots, :, : self.length] = old
                 store[layer] = new
-        self.length = length
+        self.slots, self.length = slots, length
 
 
 @dataclass(eq=False)

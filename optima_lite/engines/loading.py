@@ -77,6 +77,7 @@ def resolve(name: str) -> ModelSpec:
     if path.is_dir():
         return _resolve_directory(name, path)
     looks_like_hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    looks_like_hub = looks_like_hub and not path.parent.is_dir()  # runs/round1, mistyped
     if not looks_like_hub:
         raise ModelError(
             f"{name}: no such directory, and not a hub id (ORG/NAME), a .gguf file "
@@ -106,7 +107,7 @@ def load_tokenizer(spec: ModelSpec, options: LoadOptions) -> Any:
     from transformers import AutoTokenizer
 
     source = str(spec.adapter) if _has_tokenizer(spec.adapter) else _as_directory(spec.base)
-    with _errors(spec.name), _quiet():
+    with _errors(spec.name), quiet():
         tokenizer = AutoTokenizer.from_pretrained(
             source, trust_remote_code=options.trust_remote_code
         )
@@ -128,7 +129,7 @@ def load_base(spec: ModelSpec, options: LoadOptions) -> Any:
         kwargs["device_map"] = {"": device}
     else:
         kwargs["dtype"] = pick_dtype(options.load, device)
-    with _errors(spec.name), _quiet():
+    with _errors(spec.name), quiet():
         model = AutoModelForCausalLM.from_pretrained(
             _as_directory(spec.base), use_safetensors=True, **kwargs
         )
@@ -163,10 +164,12 @@ def attach_adapter(model: Any, adapter: Path, *, trainable: bool) -> Any:
     weights = adapter / "adapter_model.safetensors"
     if not weights.is_file():
         raise ModelError(f"{adapter}: adapter_model.safetensors is missing")
-    with _errors(str(adapter)), _quiet():
+    with _errors(str(adapter)), quiet():
         peft_model = PeftModel.from_pretrained(model, str(adapter), is_trainable=trainable)
+    # Saving looks the base's configuration up under this name: on disk, not on a hub.
+    peft_model.peft_config["default"].base_model_name_or_path = model.name_or_path
     stored = load_file(str(weights))
-    loaded = get_peft_model_state_dict(peft_model)
+    loaded = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
     wrong = sorted({*stored} ^ {*loaded})
     wrong += [
         key
@@ -214,7 +217,6 @@ def _cpu_has_bf16() -> bool:
 
 
 def _four_bit(device: str) -> Any:
-    import torch
 
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError("--load 4bit needs bitsandbytes: pip install 'optima-lite[4bit]'")
@@ -275,7 +277,7 @@ def _dequantized(gguf: Path) -> Path:
     building = Path(tempfile.mkdtemp(dir=cache_directory(), prefix=f".{target.name}."))
     try:
         # redirect_stderr: the de-quantiser's own progress bar knows no switch
-        with _errors(str(gguf)), _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        with _errors(str(gguf)), quiet(), contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
             )
@@ -309,7 +311,7 @@ def _errors(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the libraries' own progress bars and notices off the terminal."""
     from transformers.utils import logging as hf_logging
 
@@ -317,7 +319,8 @@ def _quiet() -> Iterator[None]:
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    for library in ("huggingface_hub", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

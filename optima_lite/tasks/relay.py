@@ -168,7 +168,7 @@ class Relay:
 
 def _number(settings: Mapping[str, str], key: str, default: int, low: int, high: int) -> int:
     text = settings.get(key, str(default))
-    if not text.isdigit() or not low <= int(text) <= high:
+    if not text.isdecimal() or not low <= int(text) <= high:
         raise InputError(f"{key} is a whole number from {low} to {high}, not {text!r}")
     return int(text)
 
@@ -177,7 +177,8 @@ def _task(
     split: str, seed: int, index: int, name: str | None, hops: int, distractors: int, agents: int
 ) -> Task:
     rng = random.Random(f"relay/{split}/{seed}/{index}")
-    name = name or rng.choice(list(FAMILIES))
+    drawn = rng.choice(list(FAMILIES))  # always: one id, one task, with and without a family
+    name = name or drawn
     family = FAMILIES[name]
     fresh = _namer(rng, split)
     # Row 0 is the chain that the question asks for, the others lead somewhere else.

@@ -81,7 +81,10 @@ def _problems(team: Team) -> list[str]:
         found.append("no agents")
     found += [f"two agents are named {n}" for n in sorted({n for n in names if names.count(n) > 1})]
     found += [f"{n!r} is no name" for n in names if not n.strip() or ":" in n or "\n" in n]
+    # Records pass unknown fields on; in a file that a person wrote they are slips of the pen.
+    found += [f"unknown key {key!r}" for key in team.extra]
     for agent in team.agents:
+        found += [f"unknown key {key!r} of {agent.name}" for key in agent.extra]
         unknown = set(_PLACEHOLDER.findall(agent.prompt)) - set(PLACEHOLDERS)
         found += [f"{agent.name}'s prompt has an unknown {{{word}}}" for word in sorted(unknown)]
         if "{question}" not in agent.prompt:
@@ -91,7 +94,7 @@ def _problems(team: Team) -> list[str]:
         found += [f"{n} never speaks: add it to order" for n in names if n not in team.order]
     if team.answer_mark not in MARKS:
         found.append(f"answer_mark is {team.answer_mark!r}, not one of {', '.join(MARKS)}")
-    if team.agreement is not None and not 1 <= team.agreement:
+    if team.agreement is not None and not team.agreement >= 1:
         found.append("agreement must be at least 1")
     found += [
         f"{key} must be at least 1"
@@ -125,7 +128,7 @@ def prompt_for(team: Team, task: Task, agent: Agent, format_text: str | None = N
         paragraphs = task.contexts[index] if task.contexts else ()
     values: Mapping[str, str] = {
         "name": agent.name,
-        "partners": _join([a.name for a in team.agents if a is not agent]),
+        "partners": _join([a.name for a in team.agents if a.name != agent.name]),
         "question": task.question,
         "context": "\n".join(paragraphs),
         "choices": "\n".join(

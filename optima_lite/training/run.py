@@ -7,6 +7,7 @@ training is complete. OUT.partial holds checkpoints; `--resume` goes on from the
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from accelerate import PartialState
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -56,7 +58,19 @@ class RunDirectory:
             )
 
     def open(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
-        """Prepare OUT.partial for a run with these settings."""
+        """Prepare OUT.partial for a run with these settings.
+
+        Under `accelerate launch` the first process does so while the others wait.
+        """
+        state = PartialState()
+        if not state.is_main_process:
+            state.wait_for_everyone()
+            return not (resume and self.out.exists())  # as the first process decides
+        fresh = self._open(settings, resume=resume, overwrite=overwrite)
+        state.wait_for_everyone()
+        return fresh
+
+    def _open(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
         self.check(resume=resume, overwrite=overwrite)
         if resume and self.out.exists():
             require_same(_settings(self.out), settings, str(self.out))
@@ -97,7 +111,9 @@ class RunDirectory:
 class RunLog(TrainerCallback):
     """Writes training.jsonl line by line, marks whole checkpoints, shows progress on stderr."""
 
-    def __init__(self, directory: RunDirectory, extra: Callable[[], dict[str, float]] | None = None):
+    def __init__(
+        self, directory: RunDirectory, extra: Callable[[], dict[str, float]] | None = None
+    ):
         self._directory = directory
         self._extra = extra
         self._bar: Any = None
@@ -147,8 +163,15 @@ class RunLog(TrainerCallback):
     @staticmethod
     def write(path: Path, state: TrainerState) -> None:
         """The loss curve so far; a resumed run's earlier steps come from its checkpoint."""
-        lines = [orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in state.log_history]
+        lines = [
+            orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in state.log_history
+        ]
         path.write_bytes(b"".join(lines))
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that speaks and writes, of those `accelerate launch` started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def versions() -> dict[str, str]:
@@ -173,4 +196,6 @@ def _settings(directory: Path) -> dict[str, Any]:
     try:
         return dict(orjson.loads((directory / SETTINGS).read_bytes())["settings"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise OutputError(f"{directory / SETTINGS} cannot be read: --overwrite starts anew") from None
+        raise OutputError(
+            f"{directory / SETTINGS} cannot be read: --overwrite starts anew"
+        ) from None

@@ -1,12 +1,15 @@
 """Supervised fine-tuning on the agents' own turns (Optima, Section 3.2, iSFT).
 
-    optima-lite sft examples.jsonl --model relay -o round1
+optima-lite sft examples.jsonl --model relay -o round1
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from optima_lite.engines.loading import (
     load_for_inference,
     pick_device,
     pick_dtype,
+    quiet,
 )
 from optima_lite.errors import TrainingError
 from optima_lite.training.encode import IGNORED, Row
@@ -77,7 +81,9 @@ def train(
     have been opened. Raises TrainingError or ModelError.
     """
     set_seed(settings.seed)
-    model = prepare_model(spec, options, settings)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    with quiet():
+        model = prepare_model(spec, options, settings)
     arguments = training_arguments(settings, options, directory)
     trainer = SFTTrainer(
         model=model,
@@ -114,6 +120,9 @@ class SFTTrainer(Trainer):
         labels = inputs.pop("labels")
         logits, targets = trained_logits(model, inputs, labels)
         loss = sft_loss(logits, targets, num_items_in_batch)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            # The count is that of all processes, whose gradients are averaged afterwards.
+            loss = loss * self.accelerator.num_processes
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
@@ -149,7 +158,9 @@ def prepare_model(spec: ModelSpec, options: LoadOptions, settings: TrainSettings
     if settings.tune == "full":
         if options.load == "4bit":
             raise TrainingError("--tune full cannot train 4-bit weights: use --load bf16")
-        model = load_for_inference(spec, LoadOptions("fp32", options.device, options.trust_remote_code))
+        model = load_for_inference(
+            spec, LoadOptions("fp32", options.device, options.trust_remote_code)
+        )
         model.requires_grad_(True)
         return model.train()
     base = load_base(spec, options)
@@ -177,11 +188,21 @@ def training_arguments(
     mixed = options.load != "fp32" and pick_dtype(
         "auto" if options.load == "4bit" else options.load, device
     )
-    micro = min(settings.micro_batch_size, settings.batch_size)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by accelerate launch
+    if settings.batch_size % processes:
+        raise TrainingError(
+            f"--batch-size {settings.batch_size} cannot be shared by {processes} processes"
+        )
+    share = settings.batch_size // processes
+    micro = max(d for d in range(1, min(settings.micro_batch_size, share) + 1) if share % d == 0)
+    checkpointing: dict[str, Any] = {}
+    if settings.gradient_checkpointing:
+        checkpointing["gradient_checkpointing"] = True
+        checkpointing["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     return TrainingArguments(
         output_dir=str(directory.checkpoints),
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=-(-settings.batch_size // micro),
+        gradient_accumulation_steps=share // micro,
         num_train_epochs=settings.epochs,
         learning_rate=settings.lr,
         lr_scheduler_type="linear",
@@ -192,8 +213,7 @@ def training_arguments(
         bf16=mixed == torch.bfloat16,
         fp16=mixed == torch.float16,
         use_cpu=torch.device(device).type == "cpu",
-        gradient_checkpointing=settings.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        **checkpointing,
         save_strategy="steps",
         save_steps=settings.checkpoint_every,
         save_total_limit=2,
@@ -212,8 +232,6 @@ def save(trainer: Trainer, spec: ModelSpec, tokenizer: Any, directory: RunDirect
     config = directory.model / "adapter_config.json"
     if config.is_file():
         # Under the name the user gave the base, not the path it was found at on this machine.
-        import json
-
         content = json.loads(config.read_text(encoding="utf-8"))
         content["base_model_name_or_path"] = spec.base_name
         config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -241,7 +259,8 @@ def resolved_settings(
 
 
 def _file_digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=8)
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "blake2b").hexdigest()[:16] if hasattr(
-            hashlib, "file_digest"
-        ) else hashlib.blake2b(stream.read()).hexdigest()[:16]
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
