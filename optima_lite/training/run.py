@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +110,8 @@ class RunDirectory:
 class RunLog(TrainerCallback):
     """Writes training.jsonl line by line, marks whole checkpoints, shows progress on stderr."""
 
-    def __init__(
-        self, directory: RunDirectory, extra: Callable[[], dict[str, float]] | None = None
-    ):
+    def __init__(self, directory: RunDirectory):
         self._directory = directory
-        self._extra = extra
         self._bar: Any = None
 
     def on_train_begin(
