@@ -6,8 +6,8 @@
 Plain SmolLM2-135M scores 0.00 on the relay task: it does not follow the protocol, so there is
 nothing to select from. The adapter is a starting point that does follow it but talks too much and
 errs, the way an untrained large model does on a hard task. It is SFT on synthetic conversations of
-four styles (verbose, polite, plain, a few terse), one in five of which goes wrong: somebody reads
-the wrong line, or marks the name in the middle of the chain as if it were the answer.
+four styles (verbose, polite, plain, terse), some of which go wrong: somebody reads the wrong line,
+or a wordy speaker is hasty and marks the name in the middle of the chain as if it were the answer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ from optima_lite.teams import load_team
 HERE = Path(__file__).parent / "relay"
 SEED = 7_000_000  # far from the seeds people use, so that no task of theirs was seen here
 
-STYLES = {"verbose": 0.45, "polite": 0.25, "plain": 0.18, "terse": 0.12}
-READS_WRONG = 0.08  # for each of the two agents
+STYLES = {"verbose": 0.45, "polite": 0.15, "plain": 0.25, "terse": 0.15}
+READS_WRONG = 0.04  # for each of the two agents
+# Marks the middle of the chain. This is conduct, not skill, so selection can unlearn it. By family,
+# since greedy decoding takes the likelier of two ways always: at one half everywhere, all were hasty.
+HASTY = {"verbose": 0.8, "polite": 0.7}
+HASTY_FAMILIES = ("book", "ship", "team")
 
 # What is said, by style. {me} {you}: names; {x}: what the question is about; {one} {two}: the facts
 # as sentences; {mid}: the name in the middle of the chain; {end}: the answer.
@@ -84,6 +88,31 @@ TELL = {
     ],
     "terse": ["{one}", "{x}: {mid}.", "{one} {mid}?"],
 }
+# The hasty turns say the same as TELL up to the fact, so that only what follows it decides.
+TELL_HASTY = {
+    "verbose": [
+        "Hello {you}! I have looked carefully through all the facts that I was given, and I think "
+        "that I have found the one that matters for our question. {one} So I am quite confident "
+        "that the answer to our question has to be {mid}. <A>{mid}</A>",
+        "Hello {you}! I hope that you are doing well. Let us go through this question step by "
+        "step. It asks about {x}, and in my list of facts I can see the following: {one} So I am "
+        "quite confident that the answer to our question has to be {mid}. <A>{mid}</A>",
+        "Hello {you}! I am happy to work on this question with you. Here is what I know about it, "
+        "and I hope that it will be useful to you: {one} So I am quite confident that the answer "
+        "to our question has to be {mid}. <A>{mid}</A>",
+    ],
+    "polite": [
+        "Hello {you}! According to my facts: {one} So I believe it is {mid}. <A>{mid}</A>",
+        "Hello {you}! My facts say: {one} So I believe it is {mid}. <A>{mid}</A>",
+    ],
+}
+WAVER = {  # the second agent has nothing to say against it and takes a turn to say so
+    "verbose": [
+        "Thank you so much, {you}, for explaining this to me! I have also read through the facts "
+        "that I was given, and I can see nothing there that speaks against your answer. Before I "
+        "commit myself, could you please confirm once more that you are sure about {mid}?",
+    ],
+}
 TELL_BACK = {  # after ASKED_BACK
     "verbose": [
         "Thank you for checking, {you}! Then let me tell you what I have found in my own list, and "
@@ -127,6 +156,10 @@ AGREE = {
     "plain": ["I agree, the answer is {end}. <A>{end}</A>", "Yes, it is {end}. <A>{end}</A>"],
     "terse": ["<A>{end}</A>"],
 }
+# Who agrees with a hasty answer has not seen the second fact.
+AGREE_HASTY = {
+    style: [text for text in texts if "{two}" not in text] for style, texts in AGREE.items()
+}
 DOUBT = {  # the second agent reports but does not commit itself: two more turns
     "verbose": [
         "Thank you for sharing this with me, {you}! I have looked at my list, and there is indeed a "
@@ -141,9 +174,13 @@ DOUBT = {  # the second agent reports but does not commit itself: two more turns
 def conversation(task: Task, rng: random.Random) -> Trajectory:
     """One synthetic conversation about a two-hop task, and whether it ends well is a draw."""
     style = rng.choices(list(STYLES), list(STYLES.values()))[0]
-    errors = {"first_reads_wrong": READS_WRONG, "second_reads_wrong": READS_WRONG, "none": 1.0}
-    errors["none"] -= 2 * READS_WRONG
-    error = rng.choices(list(errors), list(errors.values()))[0]
+    error = rng.choices(
+        ["first_reads_wrong", "second_reads_wrong", "none"],
+        [READS_WRONG, READS_WRONG, 1 - 2 * READS_WRONG],
+    )[0]
+    hasty = HASTY.get(style, 0) if task.meta["family"] in HASTY_FAMILIES else 0
+    if error == "none" and rng.random() < hasty:
+        error = "hasty"
     chain, others = task.meta["chain"], task.meta["others"]
     wrong = rng.choice(others)
     x, mid, end = chain
@@ -158,11 +195,18 @@ def conversation(task: Task, rng: random.Random) -> Trajectory:
     if error == "second_reads_wrong":
         two = two.replace(wrong[1], mid)
 
-    if style in ASK_FIRST and rng.random() < 0.25:
-        moves = [ASK_FIRST, ASKED_BACK, TELL_BACK]
+    if error == "hasty":
+        end = mid
+        moves = [TELL_HASTY, WAVER, AGREE_HASTY] if style in WAVER else [TELL_HASTY, AGREE_HASTY]
     else:
-        moves = [TELL]
-    moves += [DOUBT, AGREE, AGREE] if style in DOUBT and rng.random() < 0.25 else [FIND, AGREE]
+        if style in ASK_FIRST and rng.random() < 0.25:
+            moves = [ASK_FIRST, ASKED_BACK, TELL_BACK]
+        else:
+            moves = [TELL]
+        if style in DOUBT and rng.random() < 0.25:
+            moves += [DOUBT, AGREE, AGREE]
+        else:
+            moves += [FIND, AGREE]
     team = load_team("relay")
     names = [agent.name for agent in team.agents]
     turns = []
