@@ -9,6 +9,7 @@ import click
 
 from optima_lite import dialogue
 from optima_lite.cli import options
+from optima_lite.engines.loading import LoadOptions
 from optima_lite.errors import OutputError
 from optima_lite.jsonl import Reader, ResumableOutput, digest, refuse_input, require_same
 from optima_lite.records import Task, Team, Trajectory
@@ -80,9 +81,7 @@ from optima_lite.teams import check_fits, load_formats, load_team
     help="Print what the first speaker of the first task sees, and stop. Loads no model.",
 )
 @options.seed_option
-@options.load_option
-@options.device_option
-@options.trust_option
+@options.loading_options
 def command(
     input: str,
     output: str,
@@ -102,9 +101,7 @@ def command(
     cache_gb: float,
     show_prompt: bool,
     seed: int,
-    load: str,
-    device: str | None,
-    trust_remote_code: bool,
+    loading: LoadOptions,
 ) -> None:
     """Hold N conversations per task; reads tasks, writes trajectories, a task's lines together.
 
@@ -132,7 +129,7 @@ def command(
         "max_turns": max_turns,
         "max_turn_tokens": max_turn_tokens,
         "context": context,
-        "load": load,
+        "load": loading.load,
     }
     refuse_input(input, output)
     out = ResumableOutput(output, resume=resume, overwrite=overwrite)
@@ -162,11 +159,10 @@ def command(
         first = next(waiting, None)
         if first is not None:  # nothing to do needs no model
             from optima_lite.engines.hf import HFEngine
-            from optima_lite.engines.loading import LoadOptions
 
             engine = HFEngine.load(
                 model,
-                LoadOptions(load, device, trust_remote_code),
+                loading,
                 slots=batch_size,
                 context=context,
                 cache_gb=cache_gb,

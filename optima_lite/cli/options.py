@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
 from tqdm import tqdm
 
+from optima_lite.engines.loading import LoadOptions
 from optima_lite.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,21 +35,6 @@ skip_bad_option = click.option(
 seed_option = click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Decides every draw."
 )
-load_option = click.option(
-    "--load",
-    type=click.Choice(["auto", "fp32", "bf16", "fp16", "4bit"]),
-    default="auto",
-    show_default=True,
-    help="How to hold the weights. auto: bf16 where the hardware computes in it, else fp32.",
-)
-device_option = click.option(
-    "--device", default=None, metavar="NAME", help="cpu, cuda, cuda:1, …  [default: a GPU if any]"
-)
-trust_option = click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run Python code that comes with the model. Only for models you trust.",
-)
 MODEL_HELP = (
     "A hub id, a directory (weights or adapter), a .gguf file, or built in: "
     "smollm2 (SmolLM2-135M-Instruct), relay (smollm2 with the demo's starting adapter)."
@@ -57,6 +44,38 @@ MODEL_HELP = (
 def model_option(text: str = MODEL_HELP, **kwargs: Any) -> Callable[[F], F]:
     """--model, with a command's own words about what the model is for."""
     return click.option("--model", "-m", metavar="MODEL", help=text, **kwargs)
+
+
+_load_option = click.option(
+    "--load",
+    type=click.Choice(["auto", "fp32", "bf16", "fp16", "4bit"]),
+    default="auto",
+    show_default=True,
+    help="How to hold the weights. auto: bf16 where the hardware computes in it, else fp32.",
+)
+_device_option = click.option(
+    "--device", default=None, metavar="NAME", help="cpu, cuda, cuda:1, …  [default: a GPU if any]"
+)
+_trust_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with the model. Only for models you trust.",
+)
+
+
+def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--load, --device and --trust-remote-code, handed over as one `loading: LoadOptions`."""
+
+    @_load_option
+    @_device_option
+    @_trust_option
+    @wraps(command)
+    def gathered(
+        *args: Any, load: str, device: str | None, trust_remote_code: bool, **kwargs: Any
+    ) -> Any:
+        return command(*args, loading=LoadOptions(load, device, trust_remote_code), **kwargs)
+
+    return gathered
 
 
 def notice(message: str) -> None:

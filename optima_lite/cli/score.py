@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from optima_lite.cli import options
+from optima_lite.engines.loading import LoadOptions, ModelSpec, resolve
 from optima_lite.errors import InputError, OutputError
 from optima_lite.jsonl import Reader, ResumableOutput, digest, groups, refuse_input, require_same
 from optima_lite.records import Trajectory
@@ -46,9 +47,7 @@ from optima_lite.reward import Losses, Weights, score_group
 @click.option(
     "--reuse", is_flag=True, help="Keep the stored losses and only weigh anew: needs no model."
 )
-@options.load_option
-@options.device_option
-@options.trust_option
+@options.loading_options
 def command(
     input: str,
     output: str,
@@ -60,9 +59,7 @@ def command(
     lambda_loss: float,
     loss_context: str,
     reuse: bool,
-    load: str,
-    device: str | None,
-    trust_remote_code: bool,
+    loading: LoadOptions,
 ) -> None:
     """Write `reward` and its parts to trajectories; a task's lines must stand together.
 
@@ -82,8 +79,6 @@ def command(
     weights = Weights(lambda_token, lambda_loss)
     base = None
     if model:
-        from optima_lite.engines.loading import resolve
-
         base = resolve(model).without_adapter
     settings = {
         "lambda_token": lambda_token,
@@ -108,7 +103,7 @@ def command(
                 if base is None:
                     scored = _reweigh(reader, group, weights)
                 else:
-                    engine = engine or _load(base, load, device, trust_remote_code)
+                    engine = engine or _load(base, loading)
                     losses = _losses(engine, group, loss_context)
                     scored = score_group(group, losses, weights, base.name, loss_context)
                 for trajectory in scored:
@@ -121,11 +116,10 @@ def command(
 command.short_help = "Compute rewards (Eq. 1): trajectories -> the same with reward."
 
 
-def _load(base: Any, load: str, device: str | None, trust_remote_code: bool) -> Any:
+def _load(base: ModelSpec, loading: LoadOptions) -> Any:
     from optima_lite.engines.hf import HFEngine
-    from optima_lite.engines.loading import LoadOptions
 
-    return HFEngine.load(base, LoadOptions(load, device, trust_remote_code))
+    return HFEngine.load(base, loading)
 
 
 def _losses(engine: Any, group: Sequence[Trajectory], context: str) -> list[list[float | None]]:

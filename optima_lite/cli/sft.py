@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from optima_lite.cli import options
+from optima_lite.engines.loading import LoadOptions, load_tokenizer, pick_device, resolve
 from optima_lite.errors import ModelError, TrainingError
 from optima_lite.jsonl import Reader
 from optima_lite.records import Example
@@ -80,9 +81,7 @@ from optima_lite.records import Example
     "--dry-run", is_flag=True, help="Print what training would see, and stop. Loads no weights."
 )
 @options.seed_option
-@options.load_option
-@options.device_option
-@options.trust_option
+@options.loading_options
 def command(
     input: str,
     output: str | None,
@@ -101,9 +100,7 @@ def command(
     checkpoint_every: int,
     dry_run: bool,
     seed: int,
-    load: str,
-    device: str | None,
-    trust_remote_code: bool,
+    loading: LoadOptions,
 ) -> None:
     """Train a model on examples: each agent's own turns, nothing else.
 
@@ -119,18 +116,16 @@ def command(
     """
     if output is None and not dry_run:
         raise click.UsageError("-o DIR is missing: where should the model go?")
-    if tune == "full" and load == "4bit":
+    if tune == "full" and loading.load == "4bit":
         raise click.UsageError("--tune full cannot train 4-bit weights: use --load bf16")
     examples = list(Reader(input, Example, skip_bad, options.bad_line))
     if not examples:
         raise TrainingError("there are no examples to train on")
 
     from optima_lite.chat import ChatEncoder
-    from optima_lite.engines.loading import LoadOptions, load_tokenizer, pick_device, resolve
     from optima_lite.training import run, sft
     from optima_lite.training.encode import audit
 
-    loading = LoadOptions(load, device, trust_remote_code)
     settings = sft.TrainSettings(
         tune=tune,
         lr=lr if lr is not None else (2e-4 if tune == "lora" else 2e-5),
@@ -149,7 +144,7 @@ def command(
         directory = run.RunDirectory(Path(output))
         if run.is_main_process():
             directory.check(resume=resume, overwrite=overwrite)
-    pick_device(device)
+    pick_device(loading.device)
     tokenizer = load_tokenizer(spec, loading)
     chat = ChatEncoder(tokenizer)
     report = audit(examples, chat, max_length)

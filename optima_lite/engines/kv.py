@@ -106,18 +106,16 @@ class SlotCache(Cache):
             for buffer in store.values()
         )
 
-    @torch.inference_mode()
     def _hold(self, slots: int, tokens: int) -> None:
-        """Make room for so many slots and tokens."""
-        if slots <= self.slots and tokens <= self.length:
-            return
-        length = self.length
+        """Make room for so many slots and tokens, and for more, since growing copies everything."""
         if slots > self.slots:
-            slots = max(slots, min(2 * self.slots, self._limit))  # doubled: growing copies all
-        else:
-            slots = self.slots
-        if tokens > length:
-            length = max(-(-tokens // _GROWTH) * _GROWTH, length + length // 4)
+            self._resize(max(slots, min(2 * self.slots, self._limit)), self.length)
+        if tokens > self.length:
+            whole = -(-tokens // _GROWTH) * _GROWTH
+            self._resize(self.slots, max(whole, self.length + self.length // 4))
+
+    @torch.inference_mode()
+    def _resize(self, slots: int, length: int) -> None:
         for store in (self._keys, self._values):
             for layer, old in store.items():
                 new = old.new_zeros((slots, old.shape[1], length, old.shape[3]))

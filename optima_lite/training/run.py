@@ -62,30 +62,33 @@ class RunDirectory:
         Under `accelerate launch` the first process does so while the others wait.
         """
         state = PartialState()
-        if not state.is_main_process:
-            state.wait_for_everyone()
-            return not (resume and self.out.exists())  # as the first process decides
-        fresh = self._open(settings, resume=resume, overwrite=overwrite)
+        if state.is_main_process:
+            self._open(settings, resume=resume, overwrite=overwrite)
         state.wait_for_everyone()
-        return fresh
+        return self.partial.exists()
 
-    def _open(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
+    def _open(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         self.check(resume=resume, overwrite=overwrite)
-        if resume and self.out.exists():
+        unfinished = (self.partial / SETTINGS).is_file()
+        finished = resume and self.out.exists()
+        # Where both exist, somebody trains OUT anew (--overwrite) and was stopped; unless the
+        # stop came between the renaming of the finished model and the removal of what it left.
+        if finished and (not unfinished or _settings(self.out) == settings):
             require_same(_settings(self.out), settings, str(self.out))
-            return False
-        if resume and (self.partial / SETTINGS).is_file():
+            shutil.rmtree(self.partial, ignore_errors=True)
+            return
+        if resume and unfinished:
             require_same(_settings(self.partial), settings, str(self.partial))
         else:
             shutil.rmtree(self.partial, ignore_errors=True)
-            self.checkpoints.mkdir(parents=True)
+            self.partial.mkdir(parents=True)
             document = {"settings": settings, "versions": versions()}
             write_json(self.partial / SETTINGS, document)
+        self.checkpoints.mkdir(exist_ok=True)
         for checkpoint in self.checkpoints.iterdir():
             if not (checkpoint / _WHOLE).is_file():
                 shutil.rmtree(checkpoint)
         shutil.rmtree(self.model, ignore_errors=True)
-        return True
 
     def last_checkpoint(self) -> Path | None:
         """The latest whole checkpoint."""
@@ -95,15 +98,13 @@ class RunDirectory:
     def finish(self) -> None:
         """Make OUT.partial/model the finished OUT."""
         shutil.copy(self.partial / SETTINGS, self.model / SETTINGS)
+        # The old model is put aside, not deleted, until the new one is in place.
+        old = self.out.with_name(self.out.name + ".old")
         if self.out.exists():
-            # Out of the way, not deleted, until the new one is in place.
-            old = self.out.with_name(self.out.name + ".old")
             shutil.rmtree(old, ignore_errors=True)
             self.out.rename(old)
-            self.model.rename(self.out)
-            shutil.rmtree(old)
-        else:
-            self.model.rename(self.out)
+        self.model.rename(self.out)
+        shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(self.partial)
 
 
