@@ -144,7 +144,7 @@ def command(
         directory = run.RunDirectory(Path(output))
         if run.is_main_process():
             directory.check(resume=resume, overwrite=overwrite)
-    pick_device(loading.device)
+    run.join(pick_device(loading.device))
     tokenizer = load_tokenizer(spec, loading)
     chat = ChatEncoder(tokenizer)
     report = audit(examples, chat, max_length)
@@ -157,7 +157,8 @@ def command(
         resume=resume,
         overwrite=overwrite,
     ):
-        options.notice(f"sft: {output} is finished")
+        if run.is_main_process():
+            options.notice(f"sft: {output} is finished")
         return
     if run.is_main_process():
         for line in report.lines(chat):

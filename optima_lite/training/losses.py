@@ -46,7 +46,8 @@ def only_positions(model: Any, mask: Tensor) -> Iterator[None]:
     def pick(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0][mask][None], *args[1:])
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(pick)
+    inner = getattr(model, "module", model)  # of DistributedDataParallel, where there are several GPUs
+    handle = inner.get_output_embeddings().register_forward_pre_hook(pick)
     try:
         yield
     finally:

@@ -166,6 +166,11 @@ class RunLog(TrainerCallback):
         path.write_bytes(b"".join(lines))
 
 
+def join(device: str) -> None:
+    """Meet the other processes that `accelerate launch` or `torchrun` started, if there are any."""
+    PartialState(cpu=device.startswith("cpu"))
+
+
 def is_main_process() -> bool:
     """Whether this is the process that speaks and writes, of those `accelerate launch` started."""
     return os.environ.get("RANK", "0") == "0"

@@ -29,8 +29,8 @@ os.dup2(2, 1)
 import torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast
-import optima_lite.engines.hf
-from optima_lite.cli import gen, main, score, select, tasks
+import optima_lite.engines.hf, optima_lite.training.sft
+from optima_lite.cli import gen, main, score, select, sft, tasks
 
 def child(job):
     os.dup2(os.open(job["stdin"], os.O_RDONLY), 0)

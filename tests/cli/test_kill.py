@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from optima_lite.records import Trajectory
 
@@ -98,3 +100,58 @@ def test_score_survives(launcher, whole, tiny_dir, tmp_path, seed):
     argv = ["score", whole.talks, "--model", tiny_dir, "--load", "fp32"]
     assert kill_again_and_again(launcher, out, goal, seed, *argv) >= KILLS - 1
     assert out.read_bytes() == whole.scored.read_bytes()
+
+
+SFT = ["--load", "fp32", "--epochs", 6, "--batch-size", 4, "--lora-r", 4, "--checkpoint-every", 2]
+
+
+def examples(whole: SimpleNamespace, launcher, path: Path) -> Path:
+    launcher.ok("select", whole.scored, "--theta", "-9", "--top", "0.1", "-o", path)
+    return path
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sft_survives(launcher, whole, tiny_dir, tmp_path, seed):
+    """Killed at drawn steps, resumed from checkpoints: the adapter of a run that nobody stopped.
+
+    Before it is finished there is no output directory, and afterwards nothing else.
+    """
+    data = examples(whole, launcher, tmp_path / "examples.jsonl")
+    argv = ["sft", data, "--model", tiny_dir, *SFT]
+    launcher.ok(*argv, "-o", tmp_path / "straight")
+    out = tmp_path / "out"
+    log = out.with_name("out.partial") / "training.jsonl"
+    wanted = [entry for entry in lines_of(tmp_path / "straight") if "loss" in entry]
+    rng = random.Random(seed)
+    moments = sorted(rng.sample(range(1, len(wanted) - 4), KILLS - 1))
+    killed = 0
+    for moment in [0, *moments]:
+        process = launcher.start(*argv, "-o", out, "--resume")
+        deadline = time.monotonic() + 60
+        while not reached(log, moment) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.01))
+        process.kill()
+        code = process.wait()
+        assert code in (-9, 0), process.stderr
+        assert out.exists() == (code == 0)
+        killed += code == -9
+    assert killed >= KILLS - 1
+    launcher.ok(*argv, "-o", out, "--resume")
+    assert not log.parent.exists()
+    found = [entry for entry in lines_of(out) if "loss" in entry]
+    assert [e["step"] for e in found] == [e["step"] for e in wanted]
+    assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in wanted], abs=1e-5)
+    straight = load_file(tmp_path / "straight" / "adapter_model.safetensors")
+    for name, tensor in load_file(out / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor, straight[name], rtol=1e-4, atol=1e-6)
+
+
+def lines_of(directory: Path) -> list[dict]:
+    data = (directory / "training.jsonl").read_bytes()
+    return [orjson.loads(line) for line in data.splitlines()]
+
+
+def reached(log: Path, step: int) -> bool:
+    """Whether the log, which may be in the middle of being written, has come to a step."""
+    return step == 0 or (log.exists() and f'"step":{step}}}'.encode() in log.read_bytes())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -396,3 +398,21 @@ def test_a_dry_run_writes_nothing(tiny_dir: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "⟦Who has the key?<|im_end|>⟧" in result.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["examples.jsonl"]
+
+
+def test_two_processes_train_what_one_does(tiny_dir: Path, tmp_path: Path) -> None:
+    """As `accelerate launch` starts them; each sees half of every step's examples."""
+    one = tmp_path / "one"
+    args = ["--epochs", "3", "--batch-size", "6", "--lora-r", "4"]
+    assert invoke(tiny_dir, tmp_path, "-o", str(one), *args).exit_code == 0
+    two = tmp_path / "two"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += ["-m", "optima_lite", "sft", str(tmp_path / "examples.jsonl"), "-o", str(two)]
+    words += ["--model", str(tiny_dir), "--load", "fp32", "--device", "cpu", *args]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("6 examples; 0 dropped") == 1, "only one process speaks"
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+    expected = weights(one)
+    for key, value in weights(two).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
