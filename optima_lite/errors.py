@@ -1,4 +1,5 @@
-"""The errors a user can cause. The command line prints each as one line and exits 1.
+"""The errors a user can cause. The command line prints each as one line and exits 1, or 2
+for a SettingError.
 
 Anything else that escapes is a bug of ours; `--debug` shows the traceback of both kinds.
 """
@@ -27,6 +28,10 @@ class InputError(OptimaError):
 
 class OutputError(OptimaError):
     """The output exists, cannot be written, or was made with other settings."""
+
+
+class SettingError(OptimaError):
+    """Options that cannot work, alone or together: wrong usage, exit code 2."""
 
 
 class TeamError(OptimaError):

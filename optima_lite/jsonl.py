@@ -15,6 +15,7 @@ import os
 import select
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -23,8 +24,8 @@ from typing import IO, Any, Generic, TypeVar
 
 import orjson
 
-from optima_lite.errors import InputError, OutputError
-from optima_lite.records import Record
+from optima_lite.errors import InputError, OutputError, SettingError
+from optima_lite.records import Record, kind_of
 
 R = TypeVar("R", bound=Record)
 STDIN = "<stdin>"
@@ -99,7 +100,9 @@ class Reader(Generic[R]):
         try:
             return self.kind.from_dict(data)
         except InputError as error:
-            raise InputError(error.reason, self.source, self.number) from None
+            found = kind_of(data)
+            hint = f" (this is a line of {found})" if found not in ("", self.kind.__name__) else ""
+            raise InputError(error.reason + hint, self.source, self.number) from None
 
     def ready(self) -> bool:
         """Whether the next line can be had without waiting for whoever writes our pipe."""
@@ -249,9 +252,9 @@ class ResumableOutput:
 
     def __init__(self, path: str, *, resume: bool = False, overwrite: bool = False):
         if resume and overwrite:
-            raise OutputError("--resume and --overwrite exclude each other")
+            raise SettingError("--resume and --overwrite exclude each other")
         if resume and path == "-":
-            raise OutputError("--resume needs a file: add -o FILE")
+            raise SettingError("--resume needs a file: add -o FILE")
         if path != "-" and Path(path).is_file() and not (resume or overwrite):
             raise OutputError(
                 f"{path} exists: --resume goes on after its records, --overwrite replaces it"
@@ -270,6 +273,8 @@ class ResumableOutput:
         with open(self.path, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.endswith(b"\n"):
+                    if not line.startswith(b"{"):
+                        raise InputError("not a torn record, nor any record", self.path, number)
                     break
                 data = parse_line(line, self.path, number)
                 try:
@@ -297,8 +302,11 @@ class ResumableOutput:
         if self._stream is None:
             self._open()
         assert self._stream is not None
-        self._stream.write(line)
-        self._stream.flush()
+        try:
+            self._stream.write(line)
+            self._stream.flush()
+        except OSError as error:  # a full disk, mostly; --resume cuts what it left of the line
+            raise OutputError(f"{self.path}: {error.strerror}") from None
 
     def _open(self) -> None:
         try:
@@ -326,12 +334,61 @@ class ResumableOutput:
 def require_same(old: dict[str, Any], new: dict[str, Any], path: str) -> None:
     """Raise OutputError naming every setting in which a kept record differs from this run."""
     changed = [
-        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        f"{key} was {_shown(old.get(key))}, now {_shown(new.get(key))}"
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key)
     ]
     if changed:
         raise OutputError(f"{path} was made with other settings: {'; '.join(changed)}")
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else repr(value)
+
+
+def incomplete(path: str, whole: int, name: str, found: int, wanted: int) -> OutputError:
+    """The error about a group in the middle of an output that lacks lines: a person cut them."""
+    return OutputError(
+        f"{path}:{whole + 1}: {name} has {found} of {wanted} lines, and others follow: keep what "
+        f"stands before with `head -n {whole}`, then --resume"
+    )
+
+
+class Kept:
+    """The finished groups of an earlier run, which the input must begin with, task for task.
+
+    `groups` are task ids with what else must be the same, part by part. `skip` says whether the
+    next group of the input is one of them; `end` must be called when the input has ended.
+    """
+
+    def __init__(self, path: str, groups: dict[str, dict[str, Any]]):
+        self._path = path
+        self._due = deque(groups.items())
+        self.count = 0
+
+    def skip(self, name: str, parts: Callable[[], dict[str, Any]]) -> bool:
+        """Raises OutputError where another task is due, or the task is not what it was."""
+        if not self._due:
+            return False
+        due, known = self._due.popleft()
+        if due != name:
+            raise OutputError(
+                f"{self._path} was made from other input: it goes on with {due}, this with {name}"
+            )
+        changed = [part for part, value in parts().items() if known.get(part) != value]
+        if changed:
+            raise OutputError(
+                f"{self._path} was made from other input: {' and '.join(changed)} changed in {name}"
+            )
+        self.count += 1
+        return True
+
+    def end(self) -> None:
+        """Raises OutputError where the input was shorter than what is kept."""
+        if self._due:
+            raise OutputError(
+                f"{self._path} was made from other input: it also has {self._due[0][0]}"
+            )
 
 
 def write_all(write: Callable[[bytes], None], records: Iterable[Record]) -> int:

@@ -18,6 +18,7 @@ from optima_lite.errors import InputError
 R = TypeVar("R", bound="Record")
 
 SETTINGS = ("exchange", "debate")
+METRICS = ("f1", "exact")
 #: How a conversation can end; only the first two are whole conversations.
 ENDS = ("agreement", "turn_limit", "turn_cut", "context_full", "engine_error")
 WHOLE_ENDS = ("agreement", "turn_limit")
@@ -99,11 +100,15 @@ class Task(Record):
     def check(self) -> None:
         if self.setting not in SETTINGS:
             raise InputError(f'"setting" is {self.setting!r}, not one of {", ".join(SETTINGS)}')
+        if not self.id.strip():
+            raise InputError('"id" is empty')
+        if self.metric not in METRICS:
+            raise InputError(f'"metric" is {self.metric!r}, not one of {", ".join(METRICS)}')
         if not self.answers or not all(a.strip() for a in self.answers):
             raise InputError('"answers" needs at least one answer, none of them empty')
         if not self.question.strip():
             raise InputError('"question" is empty')
-        if self.setting == "exchange" and not self.contexts:
+        if self.setting == "exchange" and not any(self.contexts):
             raise InputError('"contexts" is empty, but the setting is exchange')
 
 
@@ -175,6 +180,10 @@ class Score(Record):
     loss_context: str = doc("`none`: each turn on its own; `dialogue`: after the turns before it")
     extra: dict[str, Any] = _extra()
 
+    def check(self) -> None:
+        if any(loss is not None and loss < 0 for loss in self.losses):
+            raise InputError('"losses" has a negative one')
+
 
 @dataclass(frozen=True)
 class Trajectory(Record):
@@ -202,6 +211,8 @@ class Trajectory(Record):
     def check(self) -> None:
         if self.end not in ENDS:
             raise InputError(f'"end" is {self.end!r}, not one of {", ".join(ENDS)}')
+        if self.tokens < 0:
+            raise InputError('"tokens" is negative')
         names = {agent.name for agent in self.team.agents}
         for i, turn in enumerate(self.turns):
             if turn.agent not in names:
@@ -234,6 +245,16 @@ _HINTS: dict[type[Record], dict[str, Any]] = {}  # resolved once: it is most of 
 
 #: The kinds in the order of the pipeline; docs/records.md lists them so.
 KINDS: tuple[type[Record], ...] = (Task, Team, Agent, Trajectory, Turn, Score, Example)
+
+
+def kind_of(data: dict[str, Any]) -> str:
+    """The record kind that an object looks like by its fields, "" where it looks like none."""
+    marks: dict[type[Record], set[str]] = {
+        Task: {"question", "answers"},
+        Trajectory: {"task", "turns"},
+        Example: {"messages"},
+    }
+    return next((kind.__name__ for kind, keys in marks.items() if keys <= {*data}), "")
 
 
 def _hints(cls: type[Record]) -> dict[str, Any]:

@@ -18,7 +18,8 @@
 # Several large ones: TUNE=full LAUNCH="accelerate launch -m optima_lite" bash recipes/hotpotqa.sh
 #
 # Every step writes one file or directory and can be killed at any time: gen, score and sft resume,
-# select and tasks write whole files. Commands are printed as they run.
+# select and tasks write whole files. Commands are printed as they run. In an OUT that is there, ROUNDS
+# and HELD_OUT may grow; with other settings the recipe refuses to go on.
 
 set -euo pipefail
 
@@ -42,10 +43,14 @@ run() {
 # Options of single commands come from GEN, SCORE, SELECT, SFT (and INIT_GEN for round 0).
 isft() {
   local name=$1 tasks=$2 test=$3
-  OUT=${OUT:-runs/$name-seed$SEED}
+  DIR=${OUT:-runs/$name-seed$SEED}
   BASE=${BASE:-$MODEL}
-  mkdir -p "$OUT"
-  [ -e "$OUT/test.jsonl" ] || run "$test --limit $HELD_OUT --seed $SEED -o $OUT/test.jsonl"
+  mkdir -p "$DIR"
+  same_settings "$tasks" "$test"
+  OUT=$(printf %q "$DIR")  # as it stands in the command lines that are printed and run
+  if [ "$(cat "$DIR/test.jsonl" 2>/dev/null | wc -l)" -lt "$HELD_OUT" ]; then
+    run "$test --limit $HELD_OUT --seed $SEED --overwrite -o $OUT/test.jsonl"
+  fi
   evaluate "$MODEL" start
 
   local round model=$MODEL files="$OUT/eval-start.jsonl" labels="--label start"
@@ -60,10 +65,28 @@ isft() {
   run "optima-lite eval $files $labels"
 }
 
+# same_settings TASKS_COMMAND TEST_COMMAND — keep what shapes the results in settings.txt, and stop
+# where a run with other settings would go on in the same directory.
+same_settings() {
+  local now name
+  now=$(
+    for name in MODEL BASE SEED TASKS N LOAD TUNE GEN INIT_GEN SCORE SELECT SFT EVAL_GEN; do
+      printf '%s=%s\n' "$name" "${!name:-}"
+    done
+    printf '%s\n' "$@"
+  )
+  if [ ! -e "$DIR/settings.txt" ]; then
+    printf '%s\n' "$now" > "$DIR/settings.txt"
+  elif ! diff "$DIR/settings.txt" - <<< "$now" >&2; then
+    echo "error: $DIR was made with other settings (<): set OUT to another directory" >&2
+    exit 1
+  fi
+}
+
 # sft_round ROUND MODEL TASKS_COMMAND — generate, score, select, train -> $OUT/roundROUND
 sft_round() {
   local round=$1 model=$2 tasks=$3 here=$OUT/round$1
-  [ -e "$here" ] && return
+  [ -e "$DIR/round$round" ] && return
   local gen=${GEN:-}
   ((round)) || gen=${INIT_GEN:-${GEN:-}}
   local seed=$((SEED * 1000 + round))

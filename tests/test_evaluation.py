@@ -334,7 +334,7 @@ def test_a_task_with_two_gold_answers_is_refused(tmp_path: Path) -> None:
 
 def test_unknown_metric_is_named_with_its_line(tmp_path: Path) -> None:
     reader = write(tmp_path / "t.jsonl", trajectory("a", 0, "x", metric="taste"))
-    with pytest.raises(InputError, match=r"t\.jsonl:1: metric 'taste'"):
+    with pytest.raises(InputError, match=r"t\.jsonl:1: .*'taste'"):
         evaluation.tally(reader)
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optima_lite.errors import InputError, OutputError
+from optima_lite.errors import InputError, OutputError, SettingError
 from optima_lite.jsonl import (
     Reader,
     ResumableOutput,
@@ -236,7 +236,7 @@ def test_require_same_names_each_difference():
         require_same({"n": 4, "t": 0.7, "old": 1}, {"n": 6, "t": 0.7, "new": "x"}, "f.jsonl")
     assert str(caught.value) == (
         "f.jsonl was made with other settings: "
-        "n was 4, now 6; new was None, now 'x'; old was 1, now None"
+        "n was 4, now 6; new was not given, now 'x'; old was 1, now not given"
     )
 
 
@@ -396,9 +396,9 @@ def test_existing_and_contradicting(path):
     path.write_bytes(b"old\n")
     with pytest.raises(OutputError, match=r"exists: --resume goes on .*--overwrite replaces it"):
         ResumableOutput(str(path))
-    with pytest.raises(OutputError, match="exclude each other"):
+    with pytest.raises(SettingError, match="exclude each other"):
         ResumableOutput(str(path), resume=True, overwrite=True)
-    with pytest.raises(OutputError, match="needs a file"):
+    with pytest.raises(SettingError, match="needs a file"):
         ResumableOutput("-", resume=True)
     assert path.read_bytes() == b"old\n"
 

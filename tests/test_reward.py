@@ -184,11 +184,8 @@ def test_losses_must_match_the_group():
 
 
 def test_an_unknown_metric_is_an_input_error():
-    trajectory = Trajectory.from_dict(
-        talk("a").to_dict() | {"task": TASK.to_dict() | {"metric": "bleu"}}
-    )
     with pytest.raises(InputError, match="bleu"):
-        score_group([trajectory], [[1.0]], Weights(), "b")
+        Trajectory.from_dict(talk("a").to_dict() | {"task": TASK.to_dict() | {"metric": "bleu"}})
 
 
 @pytest.mark.parametrize(

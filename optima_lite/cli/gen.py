@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -10,8 +12,15 @@ import click
 from optima_lite import dialogue
 from optima_lite.cli import options
 from optima_lite.engines.loading import LoadOptions
-from optima_lite.errors import OutputError
-from optima_lite.jsonl import Reader, ResumableOutput, digest, refuse_input, require_same
+from optima_lite.jsonl import (
+    Kept,
+    Reader,
+    ResumableOutput,
+    digest,
+    incomplete,
+    refuse_input,
+    require_same,
+)
 from optima_lite.records import Task, Team, Trajectory
 from optima_lite.teams import check_fits, load_formats, load_team
 
@@ -37,7 +46,7 @@ from optima_lite.teams import check_fits, load_formats, load_team
 @click.option(
     "-t",
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=options.Finite(min=0),
     default=0.7,
     show_default=True,
     help="0 is greedy; with --formats the paper samples at 0.3.",
@@ -70,7 +79,7 @@ from optima_lite.teams import check_fits, load_formats, load_team
 )
 @click.option(
     "--cache-gb",
-    type=click.FloatRange(min=0.1),
+    type=options.Finite(min=0.1),
     default=4.0,
     show_default=True,
     help="Memory for keys and values.",
@@ -136,23 +145,17 @@ def command(
     done = _finished(out, model, n, settings)
     teams: dict[str, Team] = {}
     seen: set[int] = set()
-    kept = 0
 
     def groups() -> Iterator[Sequence[dialogue.Conversation]]:
-        nonlocal kept
         for task in reader:
             if hash(task.id) in seen:
                 raise reader.error(f"{task.id} appeared before: ids must be unique")
             seen.add(hash(task.id))
             its_team = fixed_team or _default_team(task, teams)
             check_fits(its_team, task)
-            if task.id in done:
-                if done[task.id] != (digest(task), digest(its_team)):
-                    what = f"team {its_team.name}" if done[task.id][0] == digest(task) else task.id
-                    raise OutputError(f"{output} was made from other input: {what} has changed")
-                kept += 1
-                continue
-            yield dialogue.start(task, its_team, n, sampling, pool)
+            if not done.skip(task.id, partial(_parts, task, its_team)):
+                yield dialogue.start(task, its_team, n, sampling, pool)
+        done.end()
 
     waiting = groups()
     with out:
@@ -168,8 +171,8 @@ def command(
                 cache_gb=cache_gb,
             )
             _hold(first, waiting, reader, engine, model, settings, out)
-    if kept:
-        options.notice(f"gen: kept {kept} finished tasks of {output}")
+    if done.count:
+        options.notice(f"gen: kept {done.count} finished tasks of {output}")
 
 
 command.short_help = "Hold conversations: tasks -> trajectories."
@@ -191,14 +194,18 @@ def _hold(
         yield from rest
 
     tokens = 0
+    ends: Counter[str] = Counter()
     with options.progress(unit="conv", desc="gen") as bar:
         for group in dialogue.run(all_groups(), engine, reader.ready):
             for conversation in group:
                 trajectory = conversation.trajectory(model, settings)
                 out.write(trajectory)
                 tokens += trajectory.tokens
+                ends[trajectory.end] += 1
             bar.update(len(group))
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s")
+    how = ", ".join(f"{count} {end}" for end, count in ends.most_common())
+    options.notice(f"gen: {ends.total()} conversations, {tokens} tokens; {how}")
 
 
 def _default_team(task: Task, teams: dict[str, Team]) -> Team:
@@ -208,14 +215,12 @@ def _default_team(task: Task, teams: dict[str, Team]) -> Team:
     return teams[name]
 
 
-def _finished(
-    out: ResumableOutput, model: str, n: int, settings: dict[str, Any]
-) -> dict[str, tuple[bytes, bytes]]:
-    """Whole groups of an interrupted run (id -> digests of task and team); others are cut off.
+def _finished(out: ResumableOutput, model: str, n: int, settings: dict[str, Any]) -> Kept:
+    """Whole groups of an interrupted run; an incomplete last one is cut off.
 
-    Only its last group can be incomplete, since groups are written one after the other.
+    Groups are written one after the other, so another incomplete one is somebody else's doing.
     """
-    done: dict[str, tuple[bytes, bytes]] = {}
+    done: dict[str, dict[str, bytes]] = {}
     last: list[Trajectory] = []
     lines = whole = 0
     for record in out.kept(Trajectory):
@@ -223,15 +228,22 @@ def _finished(
             {**record.settings, "model": record.model}, {**settings, "model": model}, out.path
         )
         if last and last[0].task.id != record.task.id:
+            if lines != whole:
+                raise incomplete(out.path, whole, last[0].task.id, len(last), n)
             last = []
         last.append(record)
         lines += 1
         if len(last) == n:
             whole = lines
-            done[record.task.id] = (digest(record.task), digest(record.team))
+            done[record.task.id] = _parts(record.task, record.team)
     if whole < lines:
         out.truncate_to(whole)
-    return done
+    return Kept(out.path, done)
+
+
+def _parts(task: Task, team: Team) -> dict[str, bytes]:
+    """What a finished group must have been made from."""
+    return {"the task": digest(task), f"team {team.name}": digest(team)}
 
 
 def _show_prompt(

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from optima_lite import __version__
-from optima_lite.errors import OptimaError
+from optima_lite.errors import OptimaError, SettingError
 
 #: Command -> module, in the order of the pipeline. Modules are imported when needed, and none of
 #: them imports torch at its top: `--help` and the model-free commands start fast.
@@ -128,7 +128,7 @@ def run(argv: list[str] | None = None) -> int:
     except OptimaError as error:
         _trace()
         click.echo(f"error: {error}", err=True)
-        return 1
+        return 2 if isinstance(error, SettingError) else 1
     except (KeyboardInterrupt, click.Abort):
         _trace()
         click.echo("interrupted", err=True)

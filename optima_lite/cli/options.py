@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -15,6 +16,19 @@ from optima_lite.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+
+
+class Finite(click.FloatRange):
+    """A number in a range, neither nan nor inf: JSON could not hold them."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
 
 input_argument = click.argument("input", default="-", metavar="[INPUT]")
 

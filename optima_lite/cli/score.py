@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import click
 
 from optima_lite.cli import options
+from optima_lite.cli.groups import whole_group
 from optima_lite.engines.loading import LoadOptions, ModelSpec, resolve
-from optima_lite.errors import InputError, OutputError
-from optima_lite.jsonl import Reader, ResumableOutput, digest, groups, refuse_input, require_same
+from optima_lite.errors import OutputError
+from optima_lite.jsonl import (
+    Kept,
+    Reader,
+    ResumableOutput,
+    digest,
+    groups,
+    incomplete,
+    refuse_input,
+    require_same,
+)
 from optima_lite.records import Trajectory
 from optima_lite.reward import Losses, Weights, score_group
 
@@ -25,14 +36,14 @@ from optima_lite.reward import Losses, Weights, score_group
 @options.model_option("The base model of R_loss; an adapter is left off. See gen --help for names.")
 @click.option(
     "--lambda-token",
-    type=click.FloatRange(min=0),
+    type=options.Finite(min=0),
     default=0.6,
     show_default=True,
     help="Weight of R_token.",
 )
 @click.option(
     "--lambda-loss",
-    type=click.FloatRange(min=0),
+    type=options.Finite(min=0),
     default=1.0,
     show_default=True,
     help="Weight of 1 / R_loss.",
@@ -73,6 +84,8 @@ def command(
     """
     if reuse == bool(model):
         raise click.UsageError("give either --model (compute losses) or --reuse (keep them)")
+    if reuse and loss_context != "none":
+        raise click.UsageError("--loss-context goes with --model: --reuse keeps the losses")
     reader = Reader(input, Trajectory, skip_bad, options.bad_line)
     refuse_input(input, output)
     out = ResumableOutput(output, resume=resume, overwrite=overwrite)
@@ -88,18 +101,11 @@ def command(
     }
     done = _finished(out, settings, reuse)
     engine: Any = None
-    kept = 0
     with out, options.progress(unit="conv", desc="score") as bar:
         for group in groups(reader, lambda t: t.task.id):
-            _check_group(reader, group)
-            before = done.get(group[0].task.id)
-            if before is not None and before == [_fingerprint(t) for t in group]:
-                kept += 1
-            elif before is not None:
-                raise OutputError(
-                    f"{output} was made from other input: {group[0].task.id} has changed"
-                )
-            else:
+            if not whole_group(reader, group):
+                continue
+            if not done.skip(group[0].task.id, partial(_parts, group)):
                 if base is None:
                     scored = _reweigh(reader, group, weights)
                 else:
@@ -109,8 +115,9 @@ def command(
                 for trajectory in scored:
                     out.write(trajectory)
             bar.update(len(group))
-    if kept:
-        options.notice(f"score: kept {kept} finished tasks of {output}")
+        done.end()
+    if done.count:
+        options.notice(f"score: kept {done.count} finished tasks of {output}")
 
 
 command.short_help = "Compute rewards (Eq. 1): trajectories -> the same with reward."
@@ -157,17 +164,9 @@ def _reweigh(
     return score_group(group, stored, weights, base, context)
 
 
-def _check_group(reader: Reader[Trajectory], group: Sequence[Trajectory]) -> None:
-    ids = {t.id for t in group}
-    if len(ids) < len(group):
-        raise reader.error(f"{group[0].task.id}: a trajectory id occurs twice")
-    wanted = group[0].settings.get("n")
-    if isinstance(wanted, int) and len(group) < wanted:
-        # R_token compares within the group, so a part of it would get other rewards.
-        raise InputError(
-            f"{group[0].task.id} has {len(group)} of {wanted} trajectories: finish gen --resume",
-            reader.source,
-        )
+def _parts(group: Sequence[Trajectory]) -> dict[str, list[bytes]]:
+    """What a finished group must have been made from."""
+    return {"the conversations": [_fingerprint(t) for t in group]}
 
 
 def _fingerprint(trajectory: Trajectory) -> bytes:
@@ -175,9 +174,7 @@ def _fingerprint(trajectory: Trajectory) -> bytes:
     return digest(replace(trajectory, reward=None, score=None))
 
 
-def _finished(
-    out: ResumableOutput, settings: dict[str, Any], reuse: bool
-) -> dict[str, list[bytes]]:
+def _finished(out: ResumableOutput, settings: dict[str, Any], reuse: bool) -> Kept:
     """Fingerprints of an interrupted run's trajectories by task; a torn last group is cut off."""
     done: dict[str, list[bytes]] = {}
     lines = 0
@@ -189,6 +186,10 @@ def _finished(
         if reuse:
             old |= {"base": None, "loss_context": None}
         require_same(old, settings, out.path)
+        if done and record.task.id not in done and isinstance(wanted, int):
+            name, last = next(reversed(done.items()))
+            if len(last) < wanted:
+                raise incomplete(out.path, lines - len(last), name, len(last), wanted)
         done.setdefault(record.task.id, []).append(_fingerprint(record))
         lines += 1
         wanted = record.settings.get("n")
@@ -198,4 +199,4 @@ def _finished(
         if len(last) != wanted:
             out.truncate_to(lines - len(last))
             del done[name]
-    return done
+    return Kept(out.path, {name: {"the conversations": digests} for name, digests in done.items()})

@@ -7,7 +7,8 @@ import tempfile
 import click
 
 from optima_lite.cli import options
-from optima_lite.jsonl import Reader, atomic_output, check_free, dumps, groups
+from optima_lite.cli.groups import whole_group
+from optima_lite.jsonl import Reader, atomic_output, check_free, dumps, groups, refuse_input
 from optima_lite.records import Trajectory
 from optima_lite.selection import best_of, eligible, examples, top_share
 
@@ -18,11 +19,15 @@ from optima_lite.selection import best_of, eligible, examples, top_share
 @options.overwrite_option
 @options.skip_bad_option
 @click.option(
-    "--theta", type=float, default=0.5, show_default=True, help="Keep rewards above this (θ_sft)."
+    "--theta",
+    type=options.Finite(),
+    default=0.5,
+    show_default=True,
+    help="Keep rewards above this (θ_sft).",
 )
 @click.option(
     "--top",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=options.Finite(0, 1, min_open=True),
     default=0.7,
     show_default=True,
     help="Of those, keep this share with the highest rewards.",
@@ -41,6 +46,7 @@ def command(
       optima-lite gen … | optima-lite score … | optima-lite select --theta 0.6 -o examples.jsonl
     """
     check_free(output, overwrite=overwrite)
+    refuse_input(input, output)
     reader = Reader(input, Trajectory, skip_bad, options.bad_line)
     rewards: list[float] = []
     offsets: list[int] = []
@@ -49,6 +55,8 @@ def command(
     # in memory is one number and one offset per task.
     with tempfile.TemporaryFile(prefix="optima-lite-") as spool:
         for group in groups(reader, lambda t: t.task.id):
+            if not whole_group(reader, group):
+                continue
             tasks += 1
             if any(t.reward is None for t in group):
                 raise reader.error(
@@ -79,7 +87,9 @@ def command(
         f"kept {len(kept)} ({count} examples); {unscored} conversations cut, failed or degenerate"
         + (f", {without} tasks with nothing else" if without else "")
     )
-    if not count:
+    if tasks and without == tasks:
+        options.notice("select: every conversation was cut, failed or degenerate: see their `end`")
+    elif not count:
         options.notice("select: nothing is left to train on: lower --theta, or sample more")
 
 

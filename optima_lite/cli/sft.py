@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import click
@@ -16,8 +17,8 @@ from optima_lite.records import Example
 @click.command("sft")
 @options.input_argument
 @click.option("-o", "--output", metavar="DIR", help="The model directory to make.")
-@options.resume_option
-@options.overwrite_option
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in DIR.partial.")
+@click.option("--overwrite", is_flag=True, help="Replace DIR.")
 @options.skip_bad_option
 @options.model_option(
     "What to start from; an adapter is trained further. See gen --help for names.", required=True
@@ -31,12 +32,12 @@ from optima_lite.records import Example
 )
 @click.option(
     "--lr",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.Finite(min=0, min_open=True),
     help="Peak learning rate.  [default: 2e-5, with LoRA 2e-4]",
 )
 @click.option(
     "--epochs",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.Finite(min=0, min_open=True),
     default=3.0,
     show_default=True,
     help="Passes over the examples.",
@@ -163,6 +164,7 @@ def command(
     if run.is_main_process():
         for line in report.lines(chat):
             options.notice(f"sft: {line}")
+    started = time.monotonic()
     try:
         last = sft.train(report.rows, spec, tokenizer, loading, settings, directory)
     except (RuntimeError, MemoryError) as error:
@@ -175,9 +177,8 @@ def command(
     if not run.is_main_process():
         return
     options.notice(
-        f"sft: {output} is finished: {last.get('step', 0)} steps, "
-        f"mean loss {last.get('train_loss', float('nan')):.4f}, "
-        f"{last.get('train_runtime', 0):.0f} s"
+        f"sft: {output} is finished: {last['steps']} steps, mean loss {last['loss']:.4f}, "
+        f"{time.monotonic() - started:.0f} s"
     )
 
 

@@ -10,9 +10,10 @@ import click
 
 from optima_lite import tasks as registry
 from optima_lite.cli.options import first, notice, output_option, overwrite_option, seed_option
-from optima_lite.errors import InputError
-from optima_lite.jsonl import Reader, atomic_output, dumps
+from optima_lite.errors import InputError, TeamError
+from optima_lite.jsonl import Reader, atomic_output, dumps, refuse_input
 from optima_lite.records import Task
+from optima_lite.teams import check_fits, load_team
 
 
 @click.command("tasks")
@@ -79,6 +80,7 @@ def command(
     if name in registry.DATASETS:
         tasks = _dataset(name, split, source, agents, seed, settings, shuffle)
     else:
+        refuse_input(name, output)
         tasks = _own(ctx, name)
     if shuffle:
         shuffled = list(tasks)
@@ -163,4 +165,9 @@ def _read(reader: Reader[Task]) -> Iterator[Task]:
         line = seen.setdefault(hash(task.id), reader.number)
         if line != reader.number:
             raise reader.error(f"id {task.id!r} is on line {line} already")
+        if task.team:
+            try:
+                check_fits(load_team(task.team), task)
+            except TeamError as error:
+                raise reader.error(str(error)) from None
         yield task

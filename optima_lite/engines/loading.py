@@ -69,6 +69,8 @@ def resolve(name: str) -> ModelSpec:
         if not (adapter / ADAPTER_CONFIG).is_file():
             raise ModelError(f"{adapter} is missing: rebuild it with data/build_relay.py")
         return ModelSpec(name, str(_embedded_gguf()), "smollm2", adapter)
+    if not name.strip():
+        raise ModelError("the model's name is empty")
     path = Path(name)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -91,9 +93,14 @@ def _resolve_directory(name: str, path: Path) -> ModelSpec:
         try:
             config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             base = config["base_model_name_or_path"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{path / ADAPTER_CONFIG} does not name its base: {error}") from None
-        inner = resolve(str(base))
+        except (ValueError, KeyError, TypeError):
+            base = None
+        if not isinstance(base, str) or not base.strip():
+            raise ModelError(f"{path / ADAPTER_CONFIG} does not name its base model")
+        try:
+            inner = resolve(base)
+        except ModelError as error:
+            raise ModelError(f"{name}: the base of this adapter: {error}") from None
         if inner.adapter:
             raise ModelError(f"{name}: an adapter on top of the adapter {base} is not supported")
         return ModelSpec(name, inner.base, inner.base_name, path)
@@ -166,9 +173,9 @@ def attach_adapter(model: Any, adapter: Path, *, trainable: bool) -> Any:
         raise ModelError(f"{adapter}: adapter_model.safetensors is missing")
     with _errors(str(adapter)), quiet():
         peft_model = PeftModel.from_pretrained(model, str(adapter), is_trainable=trainable)
+        stored = load_file(str(weights))
     # Saving looks the base's configuration up under this name: on disk, not on a hub.
     peft_model.peft_config["default"].base_model_name_or_path = model.name_or_path
-    stored = load_file(str(weights))
     loaded = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
     wrong = sorted({*stored} ^ {*loaded})
     wrong += [
@@ -268,7 +275,10 @@ def _dequantized(gguf: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     stat = gguf.stat()
-    key = hashlib.blake2b(f"{gguf.name}/{stat.st_size}".encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(f"{gguf.name}/{stat.st_size}".encode(), digest_size=6)
+    with gguf.open("rb") as stream:  # where names, shapes and the first weights are
+        digest.update(stream.read(4 << 20))
+    key = digest.hexdigest()
     target = cache_directory() / f"{gguf.stem}-{key}"
     if (target / "config.json").is_file():
         return target
@@ -303,10 +313,15 @@ def _dequantized(gguf: Path) -> Path:
 @contextmanager
 def _errors(name: str) -> Iterator[None]:
     """Loading errors of the libraries as one line that names the model."""
+    from safetensors import SafetensorError
+
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError) as error:
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+    except (
+        *(OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError),
+        SafetensorError,
+    ) as error:
+        reason = " ".join((str(error) or type(error).__name__).split())[:300]
         raise ModelError(f"{name} cannot be loaded: {reason}") from error
 
 

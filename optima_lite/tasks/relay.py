@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 
-from optima_lite.errors import InputError
+from optima_lite.errors import SettingError
 from optima_lite.records import Task
 
 
@@ -149,19 +149,19 @@ class Relay:
         seed: int = 0,
         settings: Mapping[str, str] | None = None,
     ) -> Iterator[Task]:
-        """Endless tasks; hop h is told to agent h mod `agents`. Raises InputError."""
+        """Endless tasks; hop h is told to agent h mod `agents`. Raises SettingError."""
         settings = settings or {}
         if split not in self.splits:
-            raise InputError(f"split is one of {', '.join(self.splits)}, not {split!r}")
+            raise SettingError(f"split is one of {', '.join(self.splits)}, not {split!r}")
         if source is not None:
-            raise InputError("relay makes its own tasks: --source does not apply")
+            raise SettingError("relay makes its own tasks: --source does not apply")
         family = settings.get("family")
         if family is not None and family not in FAMILIES:
-            raise InputError(f"family is one of {', '.join(FAMILIES)}, not {family!r}")
+            raise SettingError(f"family is one of {', '.join(FAMILIES)}, not {family!r}")
         hops = _number(settings, "hops", 2, 2, 3)
         distractors = _number(settings, "distractors", 3, 0, 20)
         if agents > hops:
-            raise InputError(f"{hops} hops can be split for at most {hops} agents, not {agents}")
+            raise SettingError(f"{hops} hops can be split for at most {hops} agents, not {agents}")
         for index in count():
             yield _task(split, seed, index, family, hops, distractors, agents)
 
@@ -169,7 +169,7 @@ class Relay:
 def _number(settings: Mapping[str, str], key: str, default: int, low: int, high: int) -> int:
     text = settings.get(key, str(default))
     if not text.isdecimal() or not low <= int(text) <= high:
-        raise InputError(f"{key} is a whole number from {low} to {high}, not {text!r}")
+        raise SettingError(f"{key} is a whole number from {low} to {high}, not {text!r}")
     return int(text)
 
 

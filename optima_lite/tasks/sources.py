@@ -9,6 +9,7 @@ list has to be held whole.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import sys
@@ -172,6 +173,8 @@ def _hub(source: str, config: str | None, split: str) -> Iterator[Row]:
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    for library in ("huggingface_hub", "datasets"):  # retries; what comes of them is said below
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         data = datasets.load_dataset(source, config, split=split)
     # datasets and huggingface_hub raise dozens of unrelated classes for "not there", "offline",

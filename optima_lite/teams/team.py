@@ -69,6 +69,8 @@ def _read_yaml(path: Path) -> Any:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TeamError(f"{path}: {error.strerror}") from None
+    except RecursionError:
+        raise TeamError(f"{path}: nested too deep") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise TeamError(f"{path}: not YAML: {reason}") from None
@@ -96,6 +98,8 @@ def _problems(team: Team) -> list[str]:
         found.append(f"answer_mark is {team.answer_mark!r}, not one of {', '.join(MARKS)}")
     if team.agreement is not None and not team.agreement >= 1:
         found.append("agreement must be at least 1")
+    if team.agreement is not None and team.agreement > max(team.max_turns, 1):
+        found.append(f"agreement of {team.agreement} answers needs more turns than max_turns")
     found += [
         f"{key} must be at least 1"
         for key in ("max_turns", "max_turn_tokens")
@@ -135,6 +139,9 @@ def prompt_for(team: Team, task: Task, agent: Agent, format_text: str | None = N
             f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(task.choices or ())
         ),
     }
+    unknown = set(_PLACEHOLDER.findall(agent.prompt)) - {*values}
+    if unknown:  # in a record that others made; load_team refuses such a file
+        raise TeamError(f"{agent.name}'s prompt has an unknown {{{min(unknown)}}}")
     prompt = _PLACEHOLDER.sub(lambda match: values[match[1]], agent.prompt).strip()
     return f"{prompt}\n\n{format_text}" if format_text else prompt
 

@@ -46,7 +46,7 @@ def only_positions(model: Any, mask: Tensor) -> Iterator[None]:
     def pick(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0][mask][None], *args[1:])
 
-    inner = getattr(model, "module", model)  # of DistributedDataParallel, where there are several GPUs
+    inner = getattr(model, "module", model)  # the model inside DistributedDataParallel
     handle = inner.get_output_embeddings().register_forward_pre_hook(pick)
     try:
         yield

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from optima_lite.errors import OutputError
+from optima_lite.errors import OutputError, SettingError
 from optima_lite.jsonl import require_same
 
 SETTINGS = "optima_lite.json"
@@ -44,7 +44,7 @@ class RunDirectory:
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Refuse early what `open` would refuse, without touching anything."""
         if resume and overwrite:
-            raise OutputError("--resume and --overwrite exclude each other")
+            raise SettingError("--resume and --overwrite exclude each other")
         if not self.out.parent.is_dir():
             raise OutputError(f"{self.out.parent} does not exist: mkdir -p it first")
         if self.out.exists() and not (self.out / SETTINGS).is_file():
@@ -159,11 +159,13 @@ class RunLog(TrainerCallback):
 
     @staticmethod
     def write(path: Path, state: TrainerState) -> None:
-        """The loss curve so far; a resumed run's earlier steps come from its checkpoint."""
-        lines = [
-            orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in state.log_history
-        ]
-        path.write_bytes(b"".join(lines))
+        """The loss curve so far; a resumed run's earlier steps come from its checkpoint.
+
+        Without the Trainer's closing line, whose means leave out what was done before a resume.
+        """
+        option = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SORT_KEYS  # checkpoints sort, memory not
+        steps = (entry for entry in state.log_history if "loss" in entry)
+        path.write_bytes(b"".join(orjson.dumps(entry, option=option) for entry in steps))
 
 
 def join(device: str) -> None:

@@ -77,8 +77,8 @@ def train(
 ) -> dict[str, Any]:
     """Train on `rows` and leave the finished model in `directory.out`.
 
-    Returns the last log entry (loss in nats per trained token, steps, seconds). The directory must
-    have been opened. Raises TrainingError or ModelError.
+    Returns `steps` and `loss`, the mean over the steps (nats per trained token). The directory
+    must have been opened. Raises TrainingError or ModelError.
     """
     set_seed(settings.seed)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -94,12 +94,14 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for records
     checkpoint = directory.last_checkpoint()
-    logging.getLogger("transformers.trainer").setLevel(logging.ERROR)
+    for module in ("trainer", "trainer_utils"):  # they comment on checkpoints
+        logging.getLogger(f"transformers.{module}").setLevel(logging.ERROR)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model(str(directory.model))
     if trainer.is_world_process_zero():
         save(trainer, spec, tokenizer, directory)
-    return dict(trainer.state.log_history[-1])
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return {"steps": trainer.state.global_step, "loss": sum(losses) / max(len(losses), 1)}
 
 
 class SFTTrainer(Trainer):

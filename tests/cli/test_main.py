@@ -203,16 +203,42 @@ def test_other_errors_are_one_line_too(inline, scored, tmp_path):
         (["select", scored, "-o", out], f"error: {out} exists: --overwrite replaces it"),
         (["select", scored, "-o", tmp_path], f"error: {tmp_path} is a directory"),
         (["select", scored, "-o", tmp_path / "no/o"], "does not exist: mkdir -p it first"),
-        (["score", scored, "--reuse", "--resume"], "error: --resume needs a file: add -o FILE"),
         (["score", scored, "--model", "nothing"], "error: nothing: no such directory"),
         (["gen", scored, "--model", "relay", "--team", "x"], "error: no team 'x'"),
-        (["tasks", "relay", "--set", "hops=9"], "error: hops is a whole number from 2 to 3"),
     ]:
         result = inline(*argv)
         assert (result.returncode, result.stdout) == (1, "")
         assert message in result.stderr
         assert len(result.stderr.splitlines()) == 1
     assert out.read_text() == "old"
+
+
+def test_options_that_cannot_work_are_wrong_usage(inline, scored, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("old")
+    both = "--resume and --overwrite exclude each other"
+    for argv, message in [
+        (["tasks", "relay", "--set", "hops=9"], "error: hops is a whole number from 2 to 3"),
+        (["score", scored, "--reuse", "--resume"], "error: --resume needs a file: add -o FILE"),
+        (["score", scored, "--reuse", "-o", out, "--resume", "--overwrite"], both),
+        (["score", scored, "--reuse", "--lambda-token", "nan"], "not a finite number"),
+        (["score", scored, "--reuse", "--lambda-loss", "inf"], "not a finite number"),
+        (["score", scored, "--reuse", "--loss-context", "dialogue"], "--reuse keeps the losses"),
+        (["select", scored, "--theta", "nan"], "not a finite number"),
+        (["select", scored, "--top", "nan"], "not a finite number"),
+    ]:
+        result = inline(*argv)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert message in result.stderr
+    assert out.read_text() == "old"
+
+
+def test_a_line_of_another_kind_is_named(inline, scored):
+    record = orjson.loads(scored.read_bytes().splitlines()[0])
+    scored.write_bytes(orjson.dumps(record["task"]) + b"\n")
+    result = inline("select", scored)
+    assert result.returncode == 1
+    assert "this is a line of Task" in result.stderr
 
 
 def test_skip_bad_goes_on(inline, scored):

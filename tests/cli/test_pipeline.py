@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -128,7 +129,8 @@ def test_the_chain_in_pipes_gives_the_same_as_files(launcher, made, tiny_dir, tm
     ]
     assert [process.wait() for process in chain] == [0, 0, 0, 0]
     assert out.read_bytes() == examples
-    assert [p.stderr for p in chain[:3]] == ["", "", ""]
+    assert [p.stderr for p in (chain[0], chain[2])] == ["", ""]
+    assert re.fullmatch(r"gen: 15 conversations, \d+ tokens; [a-z_0-9, ]+\n", chain[1].stderr)
 
 
 def test_gen_and_score_stream(launcher, made, tiny_dir, tmp_path):
@@ -209,7 +211,7 @@ def test_a_window_that_is_too_small(launcher, made, tiny_dir, tmp_path):
     result = launcher.ok("select", scored, "--theta", -9)
     assert result.stdout == b""
     assert "15 conversations cut, failed or degenerate, 5 tasks with nothing else" in result.stderr
-    assert "nothing is left to train on" in result.stderr
+    assert "every conversation was cut, failed or degenerate" in result.stderr
 
 
 # -- gen --resume -----------------------------------------------------------------------------
@@ -267,9 +269,9 @@ def test_gen_resume_names_the_settings_that_differ(launcher, copy, tiny_dir):
     line = refuses(launcher, copy.talks, "gen", copy.tasks, "--model", "x/y", *LIMITS, *gen[4:])
     assert f"other settings: model was '{tiny_dir}', now 'x/y'" in line
     line = refuses(launcher, copy.talks, *gen, *LIMITS, "--formats", "--max-turns", 3)
-    assert "formats was None, now 'built-in'; max_turns was 4, now 3" in line
+    assert "formats was not given, now 'built-in'; max_turns was 4, now 3" in line
     line = refuses(launcher, copy.talks, *gen, *LIMITS, "--team", "exchange")
-    assert "made from other input: team exchange has changed" in line
+    assert "made from other input: team exchange changed in relay/train/" in line
 
 
 def test_gen_resume_refuses_other_input(launcher, copy, tiny_dir):
@@ -277,7 +279,7 @@ def test_gen_resume_refuses_other_input(launcher, copy, tiny_dir):
     tasks[3]["question"] += " Now?"
     copy.tasks.write_bytes(b"".join(orjson.dumps(task) + b"\n" for task in tasks))
     gen = ["gen", copy.tasks, "--model", tiny_dir, *LIMITS, "-o", copy.talks, "--resume"]
-    assert f"made from other input: {tasks[3]['id']} has changed" in refuses(
+    assert f"made from other input: the task changed in {tasks[3]['id']}" in refuses(
         launcher, copy.talks, *gen
     )
 
@@ -335,7 +337,7 @@ def test_score_resume_refuses_other_input(launcher, copy, tiny_dir):
     copy.talks.write_bytes(b"".join(orjson.dumps(talk) + b"\n" for talk in talks))
     score = ["score", copy.talks, "--model", tiny_dir, "-o", copy.scored, "--resume"]
     line = refuses(launcher, copy.scored, *score)
-    assert f"made from other input: {talks[4]['task']['id']} has changed" in line
+    assert f"the conversations changed in {talks[4]['task']['id']}" in line
     line = refuses(launcher, copy.talks, "score", copy.scored, "--model", tiny_dir,
                    "-o", copy.talks, "--resume")  # fmt: skip
     assert "records without a score" in line
@@ -436,8 +438,54 @@ def test_select_refuses_what_is_not_scored(launcher, made, copy):
     assert "without a reward: run score first" in result.stderr
 
 
-def test_select_may_replace_its_own_input(launcher, copy):
-    """It renames when all is read, so nothing is lost."""
-    examples = launcher.ok("select", copy.scored, "--theta", -1).stdout
-    launcher.ok("select", copy.scored, "--theta", -1, "-o", copy.scored, "--overwrite")
-    assert copy.scored.read_bytes() == examples
+def test_select_does_not_replace_its_input(launcher, copy):
+    """It could, but hours of conversations would be gone for a few examples."""
+    select = ["select", copy.scored, "-o", copy.scored, "--overwrite"]
+    assert "is the input" in refuses(launcher, copy.scored, *select)
+
+
+def test_an_incomplete_group_is_refused_or_passed_over(launcher, copy):
+    lines = copy.scored.read_bytes().splitlines(keepends=True)
+    copy.scored.write_bytes(b"".join(lines[:N] + lines[N + 1 :]))
+    refused = launcher.run("select", copy.scored)
+    assert refused.code == 1
+    assert "has 2 of 3 trajectories" in refused.stderr
+    for command in (["select", "--theta", -9], ["score", "--reuse"]):
+        result = launcher.ok(command[0], copy.scored, *command[1:], "--skip-bad")
+        assert "skipped: " in result.stderr
+    assert len(load(result.stdout, Trajectory)) == (TASKS - 1) * N
+
+
+@pytest.mark.parametrize("command", ["gen", "score"])
+def test_resume_refuses_a_hole_in_the_middle(launcher, copy, tiny_dir, command):
+    """Somebody deleted a line: to go on would write the others of its group twice."""
+    source, out = (copy.tasks, copy.talks) if command == "gen" else (copy.talks, copy.scored)
+    more = LIMITS if command == "gen" else ["--load", "fp32"]
+    lines = out.read_bytes().splitlines(keepends=True)
+    argv = [command, source, "--model", tiny_dir, *more, "-o", out, "--resume"]
+    out.write_bytes(b"".join(lines[: N + 1] + lines[N + 2 :]))
+    line = refuses(launcher, out, *argv)
+    assert f"{out}:{N + 1}: " in line
+    assert f"`head -n {N}`" in line
+    out.write_bytes(b"".join(lines[:N]))
+    launcher.ok(*argv)
+    assert out.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("command", ["gen", "score"])
+def test_resume_refuses_other_input(launcher, copy, tiny_dir, command):
+    """Fewer tasks, or the same ones in another order."""
+    source, out = (copy.tasks, copy.talks) if command == "gen" else (copy.talks, copy.scored)
+    size, more = (1, LIMITS) if command == "gen" else (N, ["--load", "fp32"])
+    argv = [command, source, "--model", tiny_dir, *more, "-o", out, "--resume"]
+    lines = source.read_bytes().splitlines(keepends=True)
+    source.write_bytes(b"".join(lines[: 2 * size]))
+    assert "it also has relay/train/" in refuses(launcher, out, *argv)
+    source.write_bytes(b"".join(lines[size : 2 * size] + lines[:size]))
+    assert "it goes on with relay/train/" in refuses(launcher, out, *argv)
+
+
+def test_resume_keeps_its_hands_off_other_files(launcher, copy, tiny_dir):
+    copy.talks.write_text("my notes, without a newline")
+    gen = ["gen", copy.tasks, "--model", tiny_dir, *LIMITS, "-o", copy.talks, "--resume"]
+    assert ":1: not a torn record" in refuses(launcher, copy.talks, *gen)

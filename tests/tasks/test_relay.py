@@ -8,7 +8,7 @@ from itertools import islice
 import orjson
 import pytest
 
-from optima_lite.errors import InputError
+from optima_lite.errors import SettingError
 from optima_lite.records import Task
 from optima_lite.tasks import get
 from optima_lite.tasks.relay import FAMILIES
@@ -213,11 +213,11 @@ def test_facts_are_shuffled():
     ],
 )
 def test_settings_are_checked(kwargs, message):
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(SettingError) as caught:
         tasks(1, **kwargs)
     assert message in str(caught.value)
 
 
 def test_there_is_no_source():
-    with pytest.raises(InputError, match="--source does not apply"):
+    with pytest.raises(SettingError, match="--source does not apply"):
         next(get("relay").tasks(split="train", source="x", agents=2, seed=0, settings={}))

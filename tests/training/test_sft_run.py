@@ -128,11 +128,8 @@ def test_no_pickles_are_left(adapter: Path) -> None:
 
 
 def test_the_log_has_a_line_a_step(adapter: Path) -> None:
-    """6 examples in steps of 3, twice: steps 1 to 4, then the summary of the run."""
-    entries = log(adapter)
-    assert [e["step"] for e in entries if "loss" in e] == [1, 2, 3, 4]
-    assert len(entries) == 5
-    assert "train_runtime" in entries[-1]
+    """6 examples in steps of 3, twice: steps 1 to 4."""
+    assert [e["step"] for e in log(adapter)] == [1, 2, 3, 4]
     assert losses(adapter)[-1] < losses(adapter)[0]
 
 
