@@ -12,7 +12,8 @@ import pytest
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 # Writes as many lines as --limit says to -o (a directory for sft) and logs its command line.
 STUB = """#!/usr/bin/env bash
-printf '%q ' "$@" >> "$STUB_LOG"; echo >> "$STUB_LOG"
+line=$(printf '%q ' "$@")
+printf '%s\\n' "$line" >> "$STUB_LOG"  # in one write: the commands of a pipe run side by side
 command=$1 limit=1 out=/dev/stdout
 while [ $# -gt 0 ]; do
   case $1 in --limit) limit=$2 ;; -o) out=$2 ;; esac
