@@ -52,7 +52,6 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     end: str | None = None
     error: str | None = None
-    _answers: list[str] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -99,29 +98,43 @@ class Conversation:
         text = said.removeprefix(f"{speaker.name}:").strip()
         tokens = completion.tokens if text == said else count_tokens(text)
         self.turns.append(Turn(speaker.name, text, tokens, completion.stop))
-        answer = extract(text, self.team.answer_mark)
-        if answer is not None:
-            self._answers.append(answer)
-        if completion.stop == "length":
-            self.end = "turn_cut"
-        elif completion.stop == "context":
-            self.end = "context_full"
-        elif self.agreed:
-            self.end = "agreement"
-        elif len(self.turns) >= (self.sampling.max_turns or self.team.max_turns):
-            self.end = "turn_limit"
+        self.end = self._end()
+
+    def replace_last(self, turn: Turn) -> None:
+        """Put another turn in place of the last one; `end` follows from it."""
+        self.turns[-1] = turn
+        self.end = self._end()
+
+    def _end(self) -> str | None:
+        """How the conversation ends with its last turn; None where it goes on."""
+        if self.turns[-1].stop == "length":
+            return "turn_cut"
+        if self.turns[-1].stop == "context":
+            return "context_full"
+        if self.agreed:
+            return "agreement"
+        if len(self.turns) >= (self.sampling.max_turns or self.team.max_turns):
+            return "turn_limit"
+        return None
+
+    @property
+    def answers(self) -> list[str]:
+        """The marked answers in speaking order, at most one a turn."""
+        found = (extract(turn.text, self.team.answer_mark) for turn in self.turns)
+        return [answer for answer in found if answer is not None]
 
     @property
     def agreed(self) -> bool:
         """Whether the last k marked answers, in speaking order, are equal after normalisation."""
         needed = self.team.agreement or len(self.team.agents)
-        last = self._answers[-needed:]
+        last = self.answers[-needed:]
         return len(last) == needed and len({normalize(a) for a in last}) == 1
 
     @property
     def answer(self) -> str | None:
         """The answer that counts: the last one marked."""
-        return self._answers[-1] if self._answers else None
+        answers = self.answers
+        return answers[-1] if answers else None
 
     def trajectory(self, model: str, settings: Mapping[str, object]) -> Trajectory:
         """The finished conversation as a record."""

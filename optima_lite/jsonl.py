@@ -58,6 +58,8 @@ def parse_line(line: bytes, source: str, number: int) -> dict[str, Any]:
 class Reader(Generic[R]):
     """Iterate over the records of `path` ("-" is stdin); blank lines are passed over.
 
+    `kind` is what a line holds; where it is one of several, each line's fields tell.
+
     With `skip_bad`, lines that cannot be read are counted in `skipped` and `on_bad` gets each
     error; without it the first one is raised.
     """
@@ -65,12 +67,12 @@ class Reader(Generic[R]):
     def __init__(
         self,
         path: str,
-        kind: type[R],
+        kind: type[R] | tuple[type[R], ...],
         skip_bad: bool = False,
         on_bad: Callable[[InputError], None] | None = None,
     ):
         self.path = path
-        self.kind = kind
+        self.kinds = kind if isinstance(kind, tuple) else (kind,)
         self.skip_bad = skip_bad
         self.on_bad = on_bad
         self.skipped = 0
@@ -97,11 +99,12 @@ class Reader(Generic[R]):
 
     def _record(self, line: bytes) -> R:
         data = parse_line(line, self.source, self.number)
+        found = kind_of(data)
+        kind = next((kind for kind in self.kinds if kind is found), self.kinds[0])
         try:
-            return self.kind.from_dict(data)
+            return kind.from_dict(data)
         except InputError as error:
-            found = kind_of(data)
-            hint = f" (this is a line of {found})" if found not in ("", self.kind.__name__) else ""
+            hint = f" (this is a line of {found.__name__})" if found not in (None, kind) else ""
             raise InputError(error.reason + hint, self.source, self.number) from None
 
     def ready(self) -> bool:

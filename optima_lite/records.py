@@ -241,20 +241,126 @@ class Example(Record):
                 raise InputError(f'"messages[{i}].role" is {message["role"]!r}')
 
 
+@dataclass(frozen=True)
+class Node(Record):
+    """A turn in a conversation tree. Node 0 is the root: no turn has been said."""
+
+    parent: int | None = doc("index of the node before it; null for the root")
+    agent: str = doc("who said it; empty for the root")
+    text: str = doc("what was said, stripped")
+    tokens: int = doc("tokens of `text`")
+    stop: str = doc("as in turns")
+    loss: float | None = doc("its loss under the base model (nats a token); null without text")
+    visits: int = doc("how many of the tree's conversations go through it")
+    value: float = doc("mean reward of these conversations")
+    extra: dict[str, Any] = _extra()
+
+    def check(self) -> None:
+        if self.stop not in STOPS:
+            raise InputError(f'"stop" is {self.stop!r}, not one of {", ".join(STOPS)}')
+
+
+@dataclass(frozen=True)
+class Leaf(Record):
+    """One conversation of a tree: where it ends, and its reward with its parts."""
+
+    node: int = doc("index of its last turn; the turns are those on the way from the root")
+    end: str = doc("as in trajectories")
+    answer: str | None = doc("the last marked answer; null when none was marked")
+    tokens: int = doc("tokens of all its turns")
+    reward: float = doc("Eq. 1, R_token relative to the tree's longest conversation")
+    task: float = doc("R_task in [0, 1]")
+    loss: float | None = doc("R_loss: the largest loss of its turns; null where there is none")
+    degenerate: bool = doc("an agent spoke for another or said nothing: reward floor")
+    extra: dict[str, Any] = _extra()
+
+    def check(self) -> None:
+        if self.end not in ENDS:
+            raise InputError(f'"end" is {self.end!r}, not one of {", ".join(ENDS)}')
+
+
+@dataclass(frozen=True)
+class Tree(Record):
+    """The conversation tree of one task (iDPO)."""
+
+    id: str = doc("the task's id")
+    task: Task = doc("the task, whole")
+    team: Team = doc("the team, whole")
+    nodes: tuple[Node, ...] = doc("the root, then turns, each after its parent")
+    trajectories: tuple[Leaf, ...] = doc("the completed conversations, in order")
+    expanded: tuple[int, ...] = doc("the node that each iteration began from")
+    model: str = doc("what generated it")
+    base: str = doc("the model of the losses")
+    seed: int = doc("the tree's own seed, derived from the run's seed and the task's id")
+    settings: dict[str, Any] = doc("settings that shape the tree; `--resume` compares them")
+    extra: dict[str, Any] = _extra()
+
+    def check(self) -> None:
+        if not self.nodes or self.nodes[0].parent is not None:
+            raise InputError('"nodes" must begin with the root, whose parent is null')
+        names = {agent.name for agent in self.team.agents}
+        for i, node in enumerate(self.nodes[1:], start=1):
+            if node.parent is None or not 0 <= node.parent < i:
+                raise InputError(f'"nodes[{i}].parent" must be an earlier node')
+            if node.agent not in names:
+                raise InputError(f'"nodes[{i}].agent" is {node.agent!r}, who is not in the team')
+        for i, leaf in enumerate(self.trajectories):
+            if not 0 <= leaf.node < len(self.nodes):
+                raise InputError(f'"trajectories[{i}].node" is no node')
+
+
+@dataclass(frozen=True)
+class Pair(Record):
+    """Two turns that could follow the same conversation: a DPO pair in TRL's conversational format.
+
+    `prompt` is the speaker's view of the conversation so far.
+    """
+
+    prompt: tuple[dict[str, Any], ...] = doc("`[{role, content}]`")
+    chosen: tuple[dict[str, Any], ...] = doc("the better turn, one `assistant` message")
+    rejected: tuple[dict[str, Any], ...] = doc("the worse turn, one `assistant` message")
+    agent: str = doc("who speaks")
+    task_id: str = doc("the tree it comes from")
+    node: int = doc("the node that both turns follow")
+    chosen_node: int = doc("the better turn's node")
+    rejected_node: int = doc("the worse turn's node")
+    chosen_value: float = doc("the better turn's value")
+    rejected_value: float = doc("the worse turn's value")
+    chosen_visits: int = doc("conversations through the better turn")
+    rejected_visits: int = doc("conversations through the worse turn")
+    extra: dict[str, Any] = _extra()
+
+    def check(self) -> None:
+        for name in ("prompt", "chosen", "rejected"):
+            messages = getattr(self, name)
+            if not messages:
+                raise InputError(f'"{name}" is empty')
+            for i, message in enumerate(messages):
+                if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                    raise InputError(f'"{name}[{i}]" needs role and content, both text')
+        if self.chosen == self.rejected:
+            raise InputError('"chosen" and "rejected" are the same turn')
+
+
 _HINTS: dict[type[Record], dict[str, Any]] = {}  # resolved once: it is most of the parsing time
 
 #: The kinds in the order of the pipeline; docs/records.md lists them so.
-KINDS: tuple[type[Record], ...] = (Task, Team, Agent, Trajectory, Turn, Score, Example)
+KINDS: tuple[type[Record], ...] = (
+    *(Task, Team, Agent, Trajectory, Turn, Score, Example),
+    *(Tree, Node, Leaf, Pair),
+)
 
 
-def kind_of(data: dict[str, Any]) -> str:
-    """The record kind that an object looks like by its fields, "" where it looks like none."""
+def kind_of(data: dict[str, Any]) -> type[Record] | None:
+    """The record kind that an object looks like by its fields, None where it looks like none."""
     marks: dict[type[Record], set[str]] = {
         Task: {"question", "answers"},
         Trajectory: {"task", "turns"},
         Example: {"messages"},
+        Tree: {"nodes"},
+        Pair: {"chosen", "rejected"},
     }
-    return next((kind.__name__ for kind, keys in marks.items() if keys <= {*data}), "")
+    return next((kind for kind, keys in marks.items() if keys <= {*data}), None)
 
 
 def _hints(cls: type[Record]) -> dict[str, Any]:

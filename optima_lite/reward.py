@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from optima_lite import metrics
-from optima_lite.records import Score, Trajectory
+from optima_lite.records import Score, Team, Trajectory
 
 Losses = Sequence[float | None]
 
@@ -49,14 +49,16 @@ def degenerate(trajectory: Trajectory) -> bool:
     Another's part begins with another agent's name and a colon, at the start of a line or of a
     sentence ("… is Tilda Marsk. Bob: She was born …").
     """
-    for turn in trajectory.turns:
-        others = [re.escape(a.name) for a in trajectory.team.agents if a.name != turn.agent]
-        foreign = rf"(?:^\W*|[.!?]\W*\s)(?:{'|'.join(others)})\W*:" if others else None
-        if not turn.text.strip():
-            return True
-        if foreign and re.search(foreign, turn.text, re.MULTILINE):
-            return True
-    return False
+    return any(not_a_turn(trajectory.team, t.agent, t.text) for t in trajectory.turns)
+
+
+def not_a_turn(team: Team, agent: str, text: str) -> bool:
+    """Whether what an agent said is degenerate: see `degenerate`."""
+    if not text.strip():
+        return True
+    others = [re.escape(a.name) for a in team.agents if a.name != agent]
+    foreign = rf"(?:^\W*|[.!?]\W*\s)(?:{'|'.join(others)})\W*:" if others else None
+    return bool(foreign and re.search(foreign, text, re.MULTILINE))
 
 
 def score_group(

@@ -1,7 +1,8 @@
-"""Select what to train on: the best conversation per task, above θ, the top share of those.
+"""Select what to train on. Pure functions; the files are the command's business.
 
-Optima, Section 3.2 (Algorithm 2): one trajectory per task, reward > θ_sft, top 70 % by reward.
-Pure functions; the files are the command's business.
+From conversations (Optima, Section 3.2, iSFT): the best one per task, reward > θ_sft, the top 70 %
+of those. From trees (iDPO): pairs of sibling turns, the better one's value > θ_filter and the
+difference > θ_diff, the top 50 % of a tree's pairs by the better one's value.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from optima_lite.records import WHOLE_ENDS, Example, Trajectory
+from optima_lite.records import WHOLE_ENDS, Example, Node, Pair, Trajectory, Tree, Turn
+from optima_lite.reward import not_a_turn
 from optima_lite.teams import view
 
 
@@ -54,3 +56,64 @@ def examples(trajectory: Trajectory) -> list[Example]:
             )
         )
     return out
+
+
+def pairs(tree: Tree, theta_filter: float, theta_diff: float, extremes: bool = False) -> list[Pair]:
+    """A tree's preference pairs: turns that could follow the same conversation.
+
+    All pairs of siblings, or with `extremes` only the best and the worst of each family. Values are
+    the finished tree's. A turn that was cut is in no pair, since it has no end to be trained; the
+    better one must besides be a turn of its speaker alone. In the order of their nodes.
+    """
+    families: dict[int, list[int]] = {}
+    for index, node in enumerate(tree.nodes):
+        if node.parent is not None and node.stop == "end" and node.text.strip():
+            families.setdefault(node.parent, []).append(index)
+    found = []
+    for parent, children in families.items():
+        ranked = sorted(children, key=lambda i: (-tree.nodes[i].value, i))
+        better = [i for i in ranked if _may_be_chosen(tree, tree.nodes[i])]
+        for chosen in better[:1] if extremes else better:
+            worse = ranked[-1:] if extremes else ranked
+            found += [
+                _pair(tree, parent, chosen, rejected)
+                for rejected in sorted(worse)
+                if tree.nodes[chosen].value > theta_filter
+                and tree.nodes[chosen].value - tree.nodes[rejected].value > theta_diff
+                and tree.nodes[chosen].text != tree.nodes[rejected].text
+            ]
+    return found
+
+
+def _may_be_chosen(tree: Tree, node: Node) -> bool:
+    return not not_a_turn(tree.team, node.agent, node.text)
+
+
+def _pair(tree: Tree, parent: int, chosen: int, rejected: int) -> Pair:
+    better, worse = tree.nodes[chosen], tree.nodes[rejected]
+    speaker = next(agent for agent in tree.team.agents if agent.name == better.agent)
+    return Pair(
+        prompt=tuple(view(tree.team, tree.task, speaker, history(tree, parent))),
+        chosen=({"role": "assistant", "content": better.text},),
+        rejected=({"role": "assistant", "content": worse.text},),
+        agent=better.agent,
+        task_id=tree.id,
+        node=parent,
+        chosen_node=chosen,
+        rejected_node=rejected,
+        chosen_value=better.value,
+        rejected_value=worse.value,
+        chosen_visits=better.visits,
+        rejected_visits=worse.visits,
+    )
+
+
+def history(tree: Tree, node: int) -> list[Turn]:
+    """The turns from the root to `node`, which is the last of them."""
+    turns: list[Turn] = []
+    here: int | None = node
+    while here is not None and tree.nodes[here].parent is not None:
+        said = tree.nodes[here]
+        turns.append(Turn(said.agent, said.text, said.tokens, said.stop))
+        here = said.parent
+    return turns[::-1]

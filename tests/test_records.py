@@ -14,11 +14,15 @@ from optima_lite.records import (
     KINDS,
     Agent,
     Example,
+    Leaf,
+    Node,
+    Pair,
     Record,
     Score,
     Task,
     Team,
     Trajectory,
+    Tree,
     Turn,
 )
 
@@ -82,6 +86,36 @@ EXAMPLE = {
     "trajectory_id": "relay/train/x-0#3",
     "reward": 1.1,
 }
+ROOT = {
+    **{"parent": None, "agent": "", "text": "", "tokens": 0, "stop": "end"},
+    **{"loss": None, "visits": 1, "value": 0.7},
+}
+NODE = {**TURN, "parent": 0, "loss": 2.5, "visits": 1, "value": 0.7}
+LEAF = {
+    **{"node": 1, "end": "agreement", "answer": "Quelby", "tokens": 5, "reward": 0.7},
+    **{"task": 1.0, "loss": 2.5, "degenerate": False},
+}
+TREE = {
+    "id": "relay/train/x-0",
+    "task": TASK,
+    "team": TEAM,
+    "nodes": [ROOT, NODE],
+    "trajectories": [LEAF],
+    "expanded": [0],
+    "model": "smollm2",
+    "base": "smollm2",
+    "seed": 7,
+    "settings": {"iterations": 1},
+}
+PAIR = {
+    "prompt": EXAMPLE["messages"][:2],
+    "chosen": [{"role": "assistant", "content": "ah"}],
+    "rejected": [{"role": "assistant", "content": "oh"}],
+    "agent": "Alice",
+    "task_id": "relay/train/x-0",
+    **{"node": 0, "chosen_node": 1, "rejected_node": 2},
+    **{"chosen_value": 0.9, "rejected_value": 0.1, "chosen_visits": 2, "rejected_visits": 1},
+}
 #: One complete object for each kind, every field set.
 FULL: dict[type[Record], dict[str, Any]] = {
     Task: TASK,
@@ -91,6 +125,10 @@ FULL: dict[type[Record], dict[str, Any]] = {
     Score: SCORE,
     Trajectory: TRAJECTORY,
     Example: EXAMPLE,
+    Node: NODE,
+    Leaf: LEAF,
+    Tree: TREE,
+    Pair: PAIR,
 }
 each_kind = pytest.mark.parametrize("kind", FULL, ids=lambda kind: kind.__name__)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from optima_lite.records import Agent, Score, Task, Team, Trajectory, Turn
-from optima_lite.selection import best_of, eligible, examples, top_share
+from optima_lite.records import Agent, Node, Score, Task, Team, Trajectory, Tree, Turn
+from optima_lite.selection import best_of, eligible, examples, pairs, top_share
 from optima_lite.teams import view
 
 TASK = Task("t", "exchange", "Who?", ("so",), "f1", contexts=(("A fact.",), ("B fact.",)))
@@ -154,3 +154,67 @@ def test_the_format_text_is_dropped():
         spoken = view(TEAM, TASK, agent, trajectory.turns, "Write every message as one object.")
         assert plain[0] != spoken[0]
         assert list(example.messages) == plain[: len(example.messages)]
+
+
+# -- pairs of siblings ------------------------------------------------------------------------
+
+
+def tree(*nodes: tuple[int, str, str, float], stop: dict[int, str] | None = None) -> Tree:
+    """Nodes after the root: (parent, agent, text, value)."""
+    made = [Node(None, "", "", 0, "end", None, 1, 0.0)]
+    for i, (parent, agent, text, value) in enumerate(nodes, start=1):
+        made.append(Node(parent, agent, text, 1, (stop or {}).get(i, "end"), 2.0, 1, value))
+    return Tree("t", TASK, TEAM, tuple(made), (), (), "m", "b", 0, {})
+
+
+def found(made: Tree, *thetas: float, **kwargs) -> list[tuple[int, int]]:
+    return [(p.chosen_node, p.rejected_node) for p in pairs(made, *thetas, **kwargs)]
+
+
+FAMILY = tree(
+    (0, "Alice", "a", 0.9),
+    (0, "Alice", "b", 0.6),
+    (0, "Alice", "c", 0.3),
+    (1, "Bob", "d", 1.2),
+    (1, "Bob", "e", 0.35),
+    (2, "Bob", "f", 0.2),
+)
+
+
+def test_pairs_worked_out_on_paper():
+    """First turns 0.9, 0.6, 0.3; after the first of them 1.2 and 0.35; after the second one child.
+
+    θ_filter 0.4, θ_diff 0.2: (1,2), (1,3), (2,3) and (4,5). 0.9 - 0.6 is 0.3 > 0.2. With θ_diff
+    0.3 the difference 0.9 - 0.6 = 0.30000000000000004 stays, that of 0.6 and 0.3 (0.3) does not.
+    With θ_filter 0.7 the pair led by 0.6 goes.
+    """
+    assert found(FAMILY, 0.4, 0.2) == [(1, 2), (1, 3), (2, 3), (4, 5)]
+    assert found(FAMILY, 0.4, 0.31) == [(1, 3), (4, 5)]
+    assert found(FAMILY, 0.7, 0.2) == [(1, 2), (1, 3), (4, 5)]
+    assert found(FAMILY, 0.4, 0.2, extremes=True) == [(1, 3), (4, 5)]
+
+
+def test_the_prompt_is_the_speaker_s_view_of_the_conversation_so_far():
+    pair = pairs(FAMILY, 0.4, 0.2)[-1]
+    bob = TEAM.agents[1]
+    assert list(pair.prompt) == view(TEAM, TASK, bob, [Turn("Alice", "a", 1, "end")])
+    assert pair.chosen == ({"role": "assistant", "content": "d"},)
+    assert pair.rejected == ({"role": "assistant", "content": "e"},)
+    assert (pair.agent, pair.node, pair.task_id) == ("Bob", 1, "t")
+    assert (pair.chosen_value, pair.rejected_value) == (1.2, 0.35)
+
+
+def test_cut_turns_are_in_no_pair_and_degenerate_ones_are_not_chosen():
+    made = tree(
+        (0, "Alice", "long", 0.9),
+        (0, "Alice", "Fine. Bob: I agree", 0.8),
+        (0, "Alice", "good", 0.6),
+        (0, "Alice", "", 0.0),
+        (0, "Alice", "bad", 0.1),
+        stop={1: "length"},
+    )
+    assert found(made, 0.4, 0.2) == [(3, 5)]
+
+
+def test_equal_texts_are_no_pair():
+    assert found(tree((0, "Alice", "same", 0.9), (0, "Alice", "same", 0.1)), 0.4, 0.2) == []

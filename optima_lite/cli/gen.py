@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -32,9 +33,7 @@ from optima_lite.teams import check_fits, load_formats, load_team
 @options.overwrite_option
 @options.skip_bad_option
 @options.model_option(required=True)
-@click.option(
-    "--team", metavar="NAME|FILE", help="A built-in team or a YAML file.  [default: the task's]"
-)
+@options.team_option
 @click.option(
     "-n",
     "--n",
@@ -44,14 +43,6 @@ from optima_lite.teams import check_fits, load_formats, load_team
     help="Conversations per task.",
 )
 @click.option(
-    "-t",
-    "--temperature",
-    type=options.Finite(min=0),
-    default=0.7,
-    show_default=True,
-    help="0 is greedy; with --formats the paper samples at 0.3.",
-)
-@click.option(
     "--formats",
     is_flag=True,
     help="Initialization round: end a conversation's prompts with a format text from a pool.",
@@ -59,37 +50,13 @@ from optima_lite.teams import check_fits, load_formats, load_team
 @click.option(
     "--format-pool", metavar="FILE", help="With --formats: a YAML file of your own, name: text."
 )
-@click.option("--max-turns", type=click.IntRange(min=1), help="Turn limit.  [default: the team's]")
-@click.option(
-    "--max-turn-tokens",
-    type=click.IntRange(min=1),
-    help="Token limit of a turn.  [default: the team's]",
-)
-@click.option(
-    "--context",
-    type=click.IntRange(min=1),
-    help="Context window in tokens.  [default: the model's]",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Turns that run at once.",
-)
-@click.option(
-    "--cache-gb",
-    type=options.Finite(min=0.1),
-    default=4.0,
-    show_default=True,
-    help="Memory for keys and values.",
-)
 @click.option(
     "--show-prompt",
     is_flag=True,
     help="Print what the first speaker of the first task sees, and stop. Loads no model.",
 )
-@options.seed_option
+@options.sampling_options
+@options.size_options
 @options.loading_options
 def command(
     input: str,
@@ -100,16 +67,11 @@ def command(
     model: str,
     team: str | None,
     n: int,
-    temperature: float,
     formats: bool,
     format_pool: str | None,
-    max_turns: int | None,
-    max_turn_tokens: int | None,
-    context: int | None,
-    batch_size: int,
-    cache_gb: float,
     show_prompt: bool,
-    seed: int,
+    sampling: dialogue.Sampling,
+    size: dict[str, Any],
     loading: LoadOptions,
 ) -> None:
     """Hold N conversations per task; reads tasks, writes trajectories, a task's lines together.
@@ -126,18 +88,14 @@ def command(
         raise click.UsageError("--format-pool goes with --formats")
     pool = load_formats(format_pool) if formats else None
     reader = Reader(input, Task, skip_bad, options.bad_line)
-    sampling = dialogue.Sampling(temperature, max_turns, max_turn_tokens, seed)
     if show_prompt:
         _show_prompt(reader, fixed_team, sampling, pool)
         return
     settings = {
         "n": n,
-        "temperature": temperature,
-        "seed": seed,
         "formats": (format_pool or "built-in") if formats else None,
-        "max_turns": max_turns,
-        "max_turn_tokens": max_turn_tokens,
-        "context": context,
+        "context": size["context"],
+        **asdict(sampling),
         "load": loading.load,
     }
     refuse_input(input, output)
@@ -163,13 +121,7 @@ def command(
         if first is not None:  # nothing to do needs no model
             from optima_lite.engines.hf import HFEngine
 
-            engine = HFEngine.load(
-                model,
-                loading,
-                slots=batch_size,
-                context=context,
-                cache_gb=cache_gb,
-            )
+            engine = HFEngine.load(model, loading, **size)
             _hold(first, waiting, reader, engine, model, settings, out)
     if done.count:
         options.notice(f"gen: kept {done.count} finished tasks of {output}")

@@ -25,6 +25,7 @@ COMMANDS = {
     "tasks": "optima_lite.cli.tasks",
     "gen": "optima_lite.cli.gen",
     "score": "optima_lite.cli.score",
+    "tree": "optima_lite.cli.tree",
     "select": "optima_lite.cli.select",
     "sft": "optima_lite.cli.sft",
     "eval": "optima_lite.cli.eval",

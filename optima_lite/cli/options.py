@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import click
 from tqdm import tqdm
 
+from optima_lite.dialogue import Sampling
 from optima_lite.engines.loading import LoadOptions
 from optima_lite.errors import InputError
+from optima_lite.reward import Weights
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -60,36 +62,121 @@ def model_option(text: str = MODEL_HELP, **kwargs: Any) -> Callable[[F], F]:
     return click.option("--model", "-m", metavar="MODEL", help=text, **kwargs)
 
 
-_load_option = click.option(
-    "--load",
-    type=click.Choice(["auto", "fp32", "bf16", "fp16", "4bit"]),
-    default="auto",
-    show_default=True,
-    help="How to hold the weights. auto: bf16 where the hardware computes in it, else fp32.",
-)
-_device_option = click.option(
-    "--device", default=None, metavar="NAME", help="cpu, cuda, cuda:1, …  [default: a GPU if any]"
-)
-_trust_option = click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run Python code that comes with the model. Only for models you trust.",
+team_option = click.option(
+    "--team", metavar="NAME|FILE", help="A built-in team or a YAML file.  [default: the task's]"
 )
 
 
-def loading_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--load, --device and --trust-remote-code, handed over as one `loading: LoadOptions`."""
+def _together(name: str, make: Callable[..., Any], **declared: Callable[[Any], Any]) -> Any:
+    """A decorator that declares options by parameter name and hands a command one `name` made of
+    them."""
 
-    @_load_option
-    @_device_option
-    @_trust_option
-    @wraps(command)
-    def gathered(
-        *args: Any, load: str, device: str | None, trust_remote_code: bool, **kwargs: Any
-    ) -> Any:
-        return command(*args, loading=LoadOptions(load, device, trust_remote_code), **kwargs)
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            kwargs[name] = make(**{parameter: kwargs.pop(parameter) for parameter in declared})
+            return command(*args, **kwargs)
 
-    return gathered
+        out: Callable[..., Any] = gathered
+        for option in reversed(declared.values()):
+            out = option(out)
+        return out
+
+    return decorate
+
+
+#: How weights are held, `loading: LoadOptions`.
+loading_options = _together(
+    "loading",
+    LoadOptions,
+    load=click.option(
+        "--load",
+        type=click.Choice(["auto", "fp32", "bf16", "fp16", "4bit"]),
+        default="auto",
+        show_default=True,
+        help="How to hold the weights. auto: bf16 where the hardware computes in it, else fp32.",
+    ),
+    device=click.option(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1, …  [default: a GPU if any]"
+    ),
+    trust_remote_code=click.option(
+        "--trust-remote-code",
+        is_flag=True,
+        help="Run Python code that comes with the model. Only for models you trust.",
+    ),
+)
+
+#: λ of Eq. 1, `weights: Weights`.
+weight_options = _together(
+    "weights",
+    lambda lambda_token, lambda_loss: Weights(lambda_token, lambda_loss),
+    lambda_token=click.option(
+        "--lambda-token",
+        type=Finite(min=0),
+        default=Weights().token,
+        show_default=True,
+        help="Weight of R_token.",
+    ),
+    lambda_loss=click.option(
+        "--lambda-loss",
+        type=Finite(min=0),
+        default=Weights().loss,
+        show_default=True,
+        help="Weight of 1 / R_loss.",
+    ),
+)
+
+#: How turns are drawn, `sampling: Sampling`.
+sampling_options = _together(
+    "sampling",
+    Sampling,
+    temperature=click.option(
+        "-t",
+        "--temperature",
+        type=Finite(min=0),
+        default=Sampling().temperature,
+        show_default=True,
+        help="0 is greedy; with gen --formats the paper samples at 0.3.",
+    ),
+    max_turns=click.option(
+        "--max-turns", type=click.IntRange(min=1), help="Turn limit.  [default: the team's]"
+    ),
+    max_turn_tokens=click.option(
+        "--max-turn-tokens",
+        type=click.IntRange(min=1),
+        help="Token limit of a turn.  [default: the team's]",
+    ),
+    seed=seed_option,
+)
+
+#: What an engine may use, `size`: keyword arguments of HFEngine.
+size_options = _together(
+    "size",
+    lambda context, batch_size, cache_gb: {
+        "context": context,
+        "slots": batch_size,
+        "cache_gb": cache_gb,
+    },
+    context=click.option(
+        "--context",
+        type=click.IntRange(min=1),
+        help="Context window in tokens.  [default: the model's]",
+    ),
+    batch_size=click.option(
+        "--batch-size",
+        type=click.IntRange(min=1),
+        default=64,
+        show_default=True,
+        help="Turns that run at once.",
+    ),
+    cache_gb=click.option(
+        "--cache-gb",
+        type=Finite(min=0.1),
+        default=4.0,
+        show_default=True,
+        help="Memory for keys and values.",
+    ),
+)
 
 
 def notice(message: str) -> None:

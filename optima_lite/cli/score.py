@@ -34,20 +34,7 @@ from optima_lite.reward import Losses, Weights, score_group
 @options.overwrite_option
 @options.skip_bad_option
 @options.model_option("The base model of R_loss; an adapter is left off. See gen --help for names.")
-@click.option(
-    "--lambda-token",
-    type=options.Finite(min=0),
-    default=0.6,
-    show_default=True,
-    help="Weight of R_token.",
-)
-@click.option(
-    "--lambda-loss",
-    type=options.Finite(min=0),
-    default=1.0,
-    show_default=True,
-    help="Weight of 1 / R_loss.",
-)
+@options.weight_options
 @click.option(
     "--loss-context",
     type=click.Choice(["none", "dialogue"]),
@@ -66,10 +53,9 @@ def command(
     overwrite: bool,
     skip_bad: bool,
     model: str | None,
-    lambda_token: float,
-    lambda_loss: float,
     loss_context: str,
     reuse: bool,
+    weights: Weights,
     loading: LoadOptions,
 ) -> None:
     """Write `reward` and its parts to trajectories; a task's lines must stand together.
@@ -89,13 +75,12 @@ def command(
     reader = Reader(input, Trajectory, skip_bad, options.bad_line)
     refuse_input(input, output)
     out = ResumableOutput(output, resume=resume, overwrite=overwrite)
-    weights = Weights(lambda_token, lambda_loss)
     base = None
     if model:
         base = resolve(model).without_adapter
     settings = {
-        "lambda_token": lambda_token,
-        "lambda_loss": lambda_loss,
+        "lambda_token": weights.token,
+        "lambda_loss": weights.loss,
         "loss_context": None if reuse else loss_context,
         "base": base.name if base else None,
     }

@@ -30,7 +30,7 @@ import torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast
 import optima_lite.engines.hf, optima_lite.training.sft
-from optima_lite.cli import gen, main, score, select, sft, tasks
+from optima_lite.cli import gen, main, score, select, sft, tasks, tree
 
 def child(job):
     os.dup2(os.open(job["stdin"], os.O_RDONLY), 0)

@@ -13,8 +13,9 @@ from typing import Any
 import orjson
 import pytest
 
-from optima_lite.records import Example, Record, Task, Trajectory
-from optima_lite.teams import load_formats
+from optima_lite.records import Example, Pair, Record, Task, Trajectory, Tree
+from optima_lite.selection import history
+from optima_lite.teams import load_formats, view
 
 N = 3
 TASKS = 5
@@ -426,6 +427,50 @@ def test_skip_bad(launcher, copy, tiny_dir):
     result = launcher.ok(*gen, "--skip-bad")
     assert len(load(result.stdout, Trajectory)) == TASKS * N
     assert result.stderr.count("skipped: ") == 2
+
+
+# -- tree -------------------------------------------------------------------------------------
+
+
+def test_tasks_tree_and_pairs(launcher, made, tiny_dir, tmp_path):
+    """Trees of a random model: whole, in order, resumable, and pairs whose prompts are views."""
+    trees, pairs = tmp_path / "trees.jsonl", tmp_path / "pairs.jsonl"
+    argv = ["tree", made.tasks, "--model", tiny_dir, *LIMITS[:6], "-o", trees]
+    argv += ["--iterations", 3, "--simulations", 2]
+    result = launcher.ok(*argv)
+    assert f"tree: {TASKS} trees, {TASKS * 6} conversations" in result.stderr
+    grown = load(trees, Tree)
+    assert [tree.task for tree in grown] == load(made.tasks, Task)
+    for tree in grown:
+        assert len(tree.trajectories) == 6
+        assert len(tree.expanded) == 3
+        assert tree.nodes[0].visits == 6
+    kept = trees.read_bytes()
+    assert "kept 5 finished trees" in launcher.ok(*argv, "--resume").stderr
+    assert trees.read_bytes() == kept
+    assert "iterations was 3, now 4" in refuses(
+        launcher, trees, *argv[:-4], "--iterations", 4, "--simulations", 2, "--resume"
+    )
+    select = ["select", trees, "--theta", -9, "--theta-diff", 0, "--top", 1, "-o", pairs]
+    assert f"select: {TASKS} trees, " in launcher.ok(*select).stderr
+    by_id = {tree.id: tree for tree in grown}
+    for pair in load(pairs, Pair):
+        tree = by_id[pair.task_id]
+        agent = next(a for a in tree.team.agents if a.name == pair.agent)
+        assert list(pair.prompt) == view(tree.team, tree.task, agent, history(tree, pair.node))
+        assert pair.chosen_value > pair.rejected_value
+
+
+def test_trees_and_trajectories_do_not_mix(launcher, made, tiny_dir, tmp_path):
+    trees = tmp_path / "trees.jsonl"
+    argv = ["tree", made.tasks, "--model", tiny_dir, *LIMITS[:6], "--iterations", 1]
+    launcher.ok(*argv, "--simulations", 1, "-o", trees)
+    mixed = tmp_path / "mixed.jsonl"
+    other = made.scored.read_bytes().replace(b"relay/train/", b"relay/other/")
+    mixed.write_bytes(other + trees.read_bytes())
+    result = launcher.run("select", mixed, "--theta", -9)
+    assert result.code == 1
+    assert "trajectories and trees in one file" in result.stderr
 
 
 # -- select -----------------------------------------------------------------------------------
