@@ -28,6 +28,7 @@ COMMANDS = {
     "tree": "optima_lite.cli.tree",
     "select": "optima_lite.cli.select",
     "sft": "optima_lite.cli.sft",
+    "dpo": "optima_lite.cli.dpo",
     "eval": "optima_lite.cli.eval",
 }
 

@@ -67,7 +67,7 @@ team_option = click.option(
 )
 
 
-def _together(name: str, make: Callable[..., Any], **declared: Callable[[Any], Any]) -> Any:
+def together(name: str, make: Callable[..., Any], **declared: Callable[[Any], Any]) -> Any:
     """A decorator that declares options by parameter name and hands a command one `name` made of
     them."""
 
@@ -86,7 +86,7 @@ def _together(name: str, make: Callable[..., Any], **declared: Callable[[Any], A
 
 
 #: How weights are held, `loading: LoadOptions`.
-loading_options = _together(
+loading_options = together(
     "loading",
     LoadOptions,
     load=click.option(
@@ -107,7 +107,7 @@ loading_options = _together(
 )
 
 #: λ of Eq. 1, `weights: Weights`.
-weight_options = _together(
+weight_options = together(
     "weights",
     lambda lambda_token, lambda_loss: Weights(lambda_token, lambda_loss),
     lambda_token=click.option(
@@ -127,7 +127,7 @@ weight_options = _together(
 )
 
 #: How turns are drawn, `sampling: Sampling`.
-sampling_options = _together(
+sampling_options = together(
     "sampling",
     Sampling,
     temperature=click.option(
@@ -150,7 +150,7 @@ sampling_options = _together(
 )
 
 #: What an engine may use, `size`: keyword arguments of HFEngine.
-size_options = _together(
+size_options = together(
     "size",
     lambda context, batch_size, cache_gb: {
         "context": context,

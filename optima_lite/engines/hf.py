@@ -30,6 +30,7 @@ from optima_lite.engines.loading import (
     load_tokenizer,
     resolve,
 )
+from optima_lite.engines.masks import attention_masks
 from optima_lite.errors import ModelError
 
 _PREFILL_TOKENS = 512  # of one batch of prompts: enough to fill the matrix units
@@ -224,21 +225,8 @@ class HFEngine:
 
     def _masks(self, positions: torch.Tensor, length: int) -> Any:
         """Additive masks [rows, 1, tokens, length], a dict where the layers differ in kind."""
-        keys = torch.arange(length, device=self._device)
-        seen = keys <= positions[..., None]
-        config = self.model.config.get_text_config()
-        window = getattr(config, "sliding_window", None)
-        near = seen & (keys > positions[..., None] - window) if window else seen
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if len(kinds) > 1:
-            full, sliding = self._additive(seen), self._additive(near)
-            return {"full_attention": full, "sliding_attention": sliding}
-        sliding_only = kinds == {"sliding_attention"} or (window and not kinds)
-        return self._additive(near if sliding_only else seen)
-
-    def _additive(self, allowed: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(allowed.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(~allowed, torch.finfo(self._dtype).min)[:, None]
+        behind = positions[..., None] - torch.arange(length, device=self._device)
+        return attention_masks(self.model.config, behind >= 0, behind, self._dtype)
 
     def _say(self, turn: _Running, logits: torch.Tensor) -> None:
         """Draw the next token of a turn from logits [vocabulary]."""

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optima_lite.engines.masks import attention_masks
 from optima_lite.training.encode import IGNORED
+from optima_lite.training.pack import Batch
 
 
 def sft_loss(logits: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
@@ -35,6 +37,43 @@ def trained_logits(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> tup
     with only_positions(model, predicts):
         logits = model(**inputs, use_cache=False).logits
     return logits[0], labels[:, 1:][predicts[:, :-1]]
+
+
+def completion_logps(model: Any, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of completions in rows that share prefixes: summed [count], in nats, and
+    their numbers of tokens [count]. One forward pass; the vocabulary projection runs once for each
+    hidden state that predicts something.
+    """
+    wanted = torch.zeros_like(batch.ids, dtype=torch.bool)
+    wanted[batch.sources[:, 0], batch.sources[:, 1]] = True
+    behind = batch.positions[:, :, None] - batch.positions[:, None, :]
+    inner = getattr(model, "module", model)
+    dtype = inner.get_input_embeddings().weight.dtype
+    if torch.is_autocast_enabled(batch.ids.device.type):
+        dtype = torch.get_autocast_dtype(batch.ids.device.type)
+    masks = attention_masks(inner.config, batch.seen, behind, dtype)
+    with only_positions(model, wanted):
+        logits = model(
+            input_ids=batch.ids,
+            position_ids=batch.positions,
+            attention_mask=masks,
+            use_cache=False,
+        ).logits[0]
+    # Where a token predicts the first tokens of several completions, its logits are there once.
+    place = torch.cumsum(wanted.flatten(), 0) - 1
+    rows = place[batch.sources[:, 0] * batch.ids.shape[1] + batch.sources[:, 1]]
+    logps = -torch.nn.functional.cross_entropy(
+        logits.float()[rows], batch.targets, reduction="none"
+    )
+    sums = logps.new_zeros(count).index_add(0, batch.owners, logps)
+    return sums, torch.bincount(batch.owners, minlength=count)
+
+
+def dpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """DPO per pair, [pairs]: −log σ(β · (chosen − rejected)), where both are log-probabilities of
+    the policy minus those of the reference, in nats. ln 2 where the policy is the reference.
+    """
+    return -torch.nn.functional.logsigmoid(beta * (chosen - rejected))
 
 
 @contextmanager

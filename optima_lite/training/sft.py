@@ -92,6 +92,16 @@ def train(
         data_collator=Collator(tokenizer.pad_token_id),
         callbacks=[RunLog(directory)],
     )
+    return complete(trainer, spec, tokenizer, directory)
+
+
+def complete(
+    trainer: Trainer, spec: ModelSpec, tokenizer: Any, directory: RunDirectory
+) -> dict[str, Any]:
+    """Train, from the last checkpoint if there is one, and finish the model directory.
+
+    Returns `steps` and `loss`, the mean over the steps.
+    """
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for records
     checkpoint = directory.last_checkpoint()
     for module in ("trainer", "trainer_utils"):  # they comment on checkpoints
@@ -248,16 +258,19 @@ def resolved_settings(
     settings: TrainSettings, spec: ModelSpec, options: LoadOptions, rows: Sequence[Row]
 ) -> dict[str, Any]:
     """Everything that shapes the result, as it is stored and compared by --resume."""
-    adapter = _file_digest(spec.adapter / "adapter_model.safetensors") if spec.adapter else None
     return {
         "command": "sft",
-        "model": spec.name,
-        "adapter": adapter,
-        "load": options.load,
+        **common_settings(spec, options),
         "examples": len(rows),
         "data": data_digest(rows),
         **asdict(settings),
     }
+
+
+def common_settings(spec: ModelSpec, options: LoadOptions) -> dict[str, Any]:
+    """What a run started from."""
+    adapter = _file_digest(spec.adapter / "adapter_model.safetensors") if spec.adapter else None
+    return {"model": spec.name, "adapter": adapter, "load": options.load}
 
 
 def _file_digest(path: Path) -> str:

@@ -1,0 +1,156 @@
+"""What sft and dpo have in common: options, early checks, the run and its errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optima_lite.cli import options
+from optima_lite.engines.loading import (
+    LoadOptions,
+    ModelSpec,
+    load_tokenizer,
+    pick_device,
+    resolve,
+)
+from optima_lite.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a model goes, and what to do where something is."""
+
+    output: str | None
+    resume: bool
+    overwrite: bool
+    dry_run: bool
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What training is about to do: the audit, the settings guard, and the run itself."""
+
+    lines: list[str]
+    settings: dict[str, Any]
+    train: Callable[[Any], dict[str, Any]]  # of an opened RunDirectory
+
+
+#: Where the model goes, `target: Target`.
+target_options = options.together(
+    "target",
+    Target,
+    output=click.option("-o", "--output", metavar="DIR", help="The model directory to make."),
+    resume=click.option(
+        "--resume", is_flag=True, help="Go on from the last checkpoint in DIR.partial."
+    ),
+    overwrite=click.option("--overwrite", is_flag=True, help="Replace DIR."),
+    dry_run=click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Print what training would see, and stop. Loads no weights.",
+    ),
+)
+
+#: How to train, `common`: keyword arguments of the settings of either command.
+common_options = options.together(
+    "common",
+    lambda lora_r, **rest: {"lora_r": lora_r, "lora_alpha": 2 * lora_r, **rest},
+    tune=click.option(
+        "--tune",
+        type=click.Choice(["lora", "full"]),
+        default="lora",
+        show_default=True,
+        help="Train an adapter, or all weights.",
+    ),
+    max_length=click.option(
+        "--max-length",
+        type=click.IntRange(min=16),
+        default=4096,
+        show_default=True,
+        help="Tokens of a conversation; partners' oldest turns are cut to fit.",
+    ),
+    lora_r=click.option(
+        "--lora-r",
+        type=click.IntRange(min=1),
+        default=16,
+        show_default=True,
+        help="Rank of a new adapter, on all linear layers; alpha is twice the rank.",
+    ),
+    gradient_checkpointing=click.option(
+        "--gradient-checkpointing", is_flag=True, help="Less memory for a third more time."
+    ),
+    checkpoint_every=click.option(
+        "--checkpoint-every",
+        type=click.IntRange(min=1),
+        default=50,
+        show_default=True,
+        help="Steps between checkpoints for --resume.",
+    ),
+    seed=options.seed_option,
+)
+
+start_option = options.model_option(
+    "What to start from; an adapter is trained further. See gen --help for names.", required=True
+)
+
+
+def check(target: Target, tune: str, loading: LoadOptions) -> None:
+    """Refuse what cannot work before anything is read."""
+    if target.output is None and not target.dry_run:
+        raise click.UsageError("-o DIR is missing: where should the model go?")
+    if tune == "full" and loading.load == "4bit":
+        raise click.UsageError("--tune full cannot train 4-bit weights: use --load bf16")
+
+
+def execute(
+    command: str,
+    target: Target,
+    model: str,
+    loading: LoadOptions,
+    prepare: Callable[[ModelSpec, Any, Any], Prepared],
+) -> None:
+    """Prepare with (model, tokenizer, chat encoder), show the audit, train, and say how it went."""
+    from optima_lite.chat import ChatEncoder
+    from optima_lite.training import run
+
+    spec = resolve(model)
+    directory = run.RunDirectory(Path(target.output)) if target.output is not None else None
+    if directory and run.is_main_process():
+        directory.check(resume=target.resume, overwrite=target.overwrite)
+    run.join(pick_device(loading.device))
+    tokenizer = load_tokenizer(spec, loading)
+    prepared = prepare(spec, tokenizer, ChatEncoder(tokenizer))
+    if target.dry_run:
+        for line in prepared.lines:
+            click.echo(line)
+        return
+    assert directory is not None
+    notice = options.notice if run.is_main_process() else _silent
+    if not directory.open(prepared.settings, resume=target.resume, overwrite=target.overwrite):
+        notice(f"{command}: {target.output} is finished")
+        return
+    for line in prepared.lines:
+        notice(f"{command}: {line}")
+    started = time.monotonic()
+    try:
+        last = prepared.train(directory)
+    except (RuntimeError, MemoryError) as error:
+        if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
+            raise ModelError(
+                "out of memory: try --gradient-checkpointing, --load 4bit, or less at once "
+                "(sft --micro-batch-size, dpo --micro-tokens)"
+            ) from error
+        raise
+    notice(
+        f"{command}: {target.output} is finished: {last['steps']} steps, "
+        f"mean loss {last['loss']:.4f}, {time.monotonic() - started:.0f} s"
+    )
+
+
+def _silent(message: str) -> None:
+    pass

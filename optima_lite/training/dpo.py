@@ -1,0 +1,192 @@
+"""Preference training on pairs of sibling turns (Optima, Section 3.2: iDPO and iSFT-DPO).
+
+optima-lite dpo pairs.jsonl --model round1 -o round2
+
+The loss is DPO plus α times the mean negative log-likelihood per token of the chosen turn (RPO; α 0
+is DPO alone). The reference is the model at step 0: its log-probabilities are computed before
+training, by the function that training uses, so a continued adapter is its own reference and the
+first loss is ln 2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, set_seed
+
+from optima_lite.engines.loading import LoadOptions, ModelSpec, quiet
+from optima_lite.errors import TrainingError
+from optima_lite.training.losses import completion_logps, dpo_loss
+from optima_lite.training.pairs import PairRow, Part, steps
+from optima_lite.training.run import RunDirectory, RunLog
+from optima_lite.training.sft import TrainSettings, complete, prepare_model, training_arguments
+
+
+@dataclass(frozen=True)
+class DPOSettings(TrainSettings):
+    """How to train on pairs. `batch_size` pairs make an optimiser step.
+
+    `beta` is DPO's temperature; `alpha` weighs the likelihood of the chosen turn; `micro_tokens`
+    bounds what is computed at once, padding counted (memory, not the result).
+    """
+
+    lr: float = 5e-6
+    epochs: float = 1
+    batch_size: int = 64
+    beta: float = 0.1
+    alpha: float = 1.0
+    micro_tokens: int = 2048
+
+
+def plan(rows: Sequence[PairRow], settings: DPOSettings) -> list[list[Part]]:
+    """The run's steps; under `accelerate launch` each process takes every n-th, so a step of one
+    process has its share of the pairs. Raises TrainingError where it has none."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if settings.batch_size % processes:
+        raise TrainingError(
+            f"--batch-size {settings.batch_size} cannot be shared by {processes} processes"
+        )
+    share = settings.batch_size // processes
+    return steps(rows, share, settings.epochs, settings.micro_tokens, settings.seed)
+
+
+def data_digest(rows: Sequence[PairRow]) -> str:
+    """A fingerprint of what is trained, for the settings guard of --resume."""
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        digest.update(repr((row.chosen, row.rejected)).encode())
+    return digest.hexdigest()
+
+
+def train(
+    rows: Sequence[PairRow],
+    spec: ModelSpec,
+    tokenizer: Any,
+    options: LoadOptions,
+    settings: DPOSettings,
+    directory: RunDirectory,
+) -> dict[str, Any]:
+    """Train on pairs and leave the finished model in `directory.out`.
+
+    Returns `steps` and the mean `loss`. The directory must have been opened. Raises TrainingError
+    or ModelError.
+    """
+    set_seed(settings.seed)
+    made = plan(rows, settings)
+    with quiet():
+        model = prepare_model(spec, options, settings)
+    # One item of the data is one step of one process; DPOTrainer cuts it into parts itself.
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    one = replace(settings, batch_size=processes, micro_batch_size=1, epochs=1)
+    trainer = DPOTrainer(
+        model=model,
+        args=training_arguments(one, options, directory),
+        train_dataset=[{"step": step} for step in made],
+        data_collator=lambda items: items[0],
+        callbacks=[RunLog(directory)],
+    )
+    trainer.prepare(settings, tokenizer.pad_token_id or 0)
+    return complete(trainer, spec, tokenizer, directory)
+
+
+class DPOTrainer(Trainer):
+    """Trainer whose every item is one optimiser step, computed part by part."""
+
+    def prepare(self, settings: DPOSettings, pad: int) -> None:
+        """Compute the reference log-probabilities with the model as it is now."""
+        self._settings = settings
+        self._pad = pad
+        self._sums: dict[str, float] = {}
+        self._count = 0
+        self.reference: dict[int, torch.Tensor] = {}
+        self.model.eval()
+        for item in self.train_dataset:
+            for part in item["step"]:
+                if all(i in self.reference for i in part.pairs):
+                    continue
+                with torch.no_grad():
+                    logps, _ = self._logps(self.model, part)
+                for i, pair in zip(part.pairs, logps.cpu(), strict=True):
+                    self.reference.setdefault(i, pair)
+        self.model.train()
+
+    def _logps(self, model: Any, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed log-probabilities and token counts, both [pairs, 2]: chosen, rejected."""
+        batch = part.batch(self._pad).to(self.args.device)
+        with self.accelerator.autocast():
+            sums, tokens = completion_logps(model, batch, 2 * len(part.pairs))
+        return sums.view(-1, 2), tokens.view(-1, 2)
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Forward and backward of one optimiser step; the mean loss of its pairs."""
+        model.train()
+        step: list[Part] = inputs["step"]
+        pairs = sum(len(part.pairs) for part in step)
+        total = torch.zeros((), device=self.args.device)
+        for part in step:
+            logps, tokens = self._logps(model, part)
+            reference = torch.stack([self.reference[i] for i in part.pairs]).to(logps.device)
+            ratios = logps - reference
+            losses = dpo_loss(ratios[:, 0], ratios[:, 1], self._settings.beta)
+            likelihood = -logps[:, 0] / tokens[:, 0]
+            loss = (losses + self._settings.alpha * likelihood).sum() / pairs
+            self.accelerator.backward(loss)
+            total += loss.detach()
+            self._note(logps.detach(), ratios.detach(), losses.detach(), likelihood.detach())
+        return total
+
+    def _note(
+        self,
+        logps: torch.Tensor,
+        ratios: torch.Tensor,
+        losses: torch.Tensor,
+        likelihood: torch.Tensor,
+    ) -> None:
+        rewards = self._settings.beta * ratios
+        margin = rewards[:, 0] - rewards[:, 1]
+        values = {
+            "dpo_loss": losses,
+            "nll_loss": likelihood,
+            "logps/chosen": logps[:, 0],
+            "logps/rejected": logps[:, 1],
+            "rewards/chosen": rewards[:, 0],
+            "rewards/rejected": rewards[:, 1],
+            "rewards/margin": margin,
+            "rewards/accuracy": (margin > 0).float(),
+        }
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value.sum())
+        self._count += len(losses)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the means over the pairs of this process since the last entry."""
+        if self._count and "loss" in logs:
+            logs = logs | {name: total / self._count for name, total in self._sums.items()}
+            self._sums, self._count = {}, 0
+        super().log(logs, start_time)
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)  # steps() has shuffled
+
+
+def resolved_settings(
+    settings: DPOSettings, spec: ModelSpec, options: LoadOptions, rows: Sequence[PairRow]
+) -> dict[str, Any]:
+    """Everything that shapes the result, as it is stored and compared by --resume."""
+    from optima_lite.training.sft import common_settings
+
+    return {
+        "command": "dpo",
+        **common_settings(spec, options),
+        "pairs": len(rows),
+        "data": data_digest(rows),
+        **asdict(settings),
+    }

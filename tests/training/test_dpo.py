@@ -1,0 +1,342 @@
+"""Preference training: loss and gradients against plain rows and TRL, and whole runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from tiny import ARCHS, STYLE_OF, tiny_model, tiny_tokenizer
+
+from optima_lite.chat import ChatEncoder
+from optima_lite.cli.dpo import command
+from optima_lite.engines.loading import LoadOptions, load_tokenizer, resolve
+from optima_lite.errors import OutputError, TrainingError
+from optima_lite.records import Pair
+from optima_lite.training import dpo
+from optima_lite.training.dpo import DPOSettings, DPOTrainer, plan, resolved_settings, train
+from optima_lite.training.pairs import PairRow, encode
+from optima_lite.training.run import LOG, RunDirectory, RunLog
+from optima_lite.training.sft import training_arguments
+
+FP32 = LoadOptions("fp32", "cpu")
+SYSTEM = {"role": "system", "content": "You are Alice. Which door?"}
+#: (task, conversation so far, chosen, rejected): two families that share, one alone.
+TALKS = [
+    ("a", [], "Who has the key?", "I do not know, do you? " * 3),
+    ("a", [], "Who has the key?", "no"),
+    ("a", ["Who has the key?", "Bob: I have it."], "<A>Bob</A>", "Then it is Bob, I think so."),
+    ("b", [], "The blue one.", "The red door, or maybe the blue one, or none of them at all."),
+    ("b", [], "blue", "red"),
+    ("c", ["Hm.", "Bob: " + "yes " * 30], "ok", "well"),
+]
+SETTINGS = DPOSettings(
+    lr=1e-2, epochs=2, batch_size=3, beta=0.3, alpha=0.7, micro_tokens=64, lora_r=4, lora_alpha=8
+)
+
+
+def pairs() -> list[Pair]:
+    made = []
+    for task, talk, chosen, rejected in TALKS:
+        prompt = [SYSTEM] + [
+            {"role": ("assistant", "user")[k % 2], "content": text} for k, text in enumerate(talk)
+        ]
+        sides = [({"role": "assistant", "content": text},) for text in (chosen, rejected)]
+        values = (0, 1, 2, 0.9, 0.1, 1, 1)
+        made.append(Pair(tuple(prompt), *sides, "Alice", task, *values))
+    return made
+
+
+def rows_for(style: str) -> tuple[list[PairRow], Any]:
+    tokenizer = tiny_tokenizer(style)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return encode(pairs(), ChatEncoder(tokenizer), 500)[0], tokenizer
+
+
+def plain_logps(model: Any, rows: list[PairRow]) -> torch.Tensor:
+    """[pairs, 2], one forward pass a sequence."""
+    out = []
+    for row in rows:
+        for side in (row.chosen, row.rejected):
+            logps = model(torch.tensor([side.ids])).logits[0].log_softmax(-1)
+            wanted = range(side.start, len(side.ids))
+            out.append(sum(logps[i - 1, side.ids[i]] for i in wanted))
+    return torch.stack(out).view(-1, 2)
+
+
+def plain_loss(model: Any, reference: torch.Tensor, rows: list[PairRow], s: Any) -> torch.Tensor:
+    logps = plain_logps(model, rows)
+    ratios = logps - reference
+    dpo_part = -torch.log(torch.sigmoid(s.beta * (ratios[:, 0] - ratios[:, 1])))
+    tokens = torch.tensor([len(r.chosen.ids) - r.chosen.start for r in rows])
+    return (dpo_part - s.alpha * logps[:, 0] / tokens).mean()
+
+
+def trainer_of(model: Any, rows: list[PairRow], s: DPOSettings, out: Path, pad: int) -> DPOTrainer:
+    directory = RunDirectory(out)
+    directory.open({}, resume=False, overwrite=False)
+    one = replace(s, batch_size=1, micro_batch_size=1, epochs=1)
+    trainer = DPOTrainer(
+        model=model,
+        args=training_arguments(one, FP32, directory),
+        train_dataset=[{"step": step} for step in plan(rows, s)],
+        data_collator=lambda items: items[0],
+        callbacks=[RunLog(directory)],
+    )
+    trainer.prepare(s, pad)
+    return trainer
+
+
+def with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    return get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("micro_tokens", [1, 100_000])
+def test_loss_and_lora_gradients_equal_plain_rows(
+    arch: str, micro_tokens: int, tmp_path: Path
+) -> None:
+    """Each pair on its own, or everything at once; the reference is another model, as after some
+    steps, so that the gradient is not the symmetric one of step 0."""
+    rows, tokenizer = rows_for(STYLE_OF[arch])
+    model = with_lora(tiny_model(arch, tokenizer))
+    settings = replace(SETTINGS, batch_size=6, epochs=1, micro_tokens=micro_tokens)
+    trainer = trainer_of(model, rows, settings, tmp_path / "out", tokenizer.pad_token_id)
+    generator = torch.Generator().manual_seed(1)
+    for name in trainer.reference:
+        trainer.reference[name] = trainer.reference[name] + torch.randn(2, generator=generator)
+    reference = torch.stack([trainer.reference[i] for i in range(len(rows))])
+    exact = plain_loss(model, reference, rows, settings)
+    exact.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert len(expected) > 8
+    assert all("lora" in name for name in expected)
+    model.zero_grad()
+    (item,) = trainer.train_dataset
+    loss = trainer.training_step(model, item)
+    assert float(loss) == pytest.approx(float(exact.detach()), abs=1e-4)
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(
+                parameter.grad, expected[name], rtol=1e-3, atol=1e-4, msg=name
+            )
+
+
+def test_the_loss_is_that_of_trl(tmp_path: Path) -> None:
+    """Three steps on all pairs, full weights, DPO alone: losses and what was learned."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    rows, tokenizer = rows_for("smollm2")
+    model = tiny_model("llama", tokenizer)
+    settings = replace(SETTINGS, tune="full", epochs=3, batch_size=6, alpha=0.0, warmup=0.0)
+    theirs = copy.deepcopy(model)
+    ours = trainer_of(model, rows, settings, tmp_path / "ours", tokenizer.pad_token_id)
+    ours.train()
+    logging.disable(logging.WARNING)
+    try:
+        config = trl.DPOConfig(
+            output_dir=str(tmp_path / "trl"),
+            per_device_train_batch_size=6,
+            num_train_epochs=3,
+            learning_rate=settings.lr,
+            lr_scheduler_type="linear",
+            warmup_steps=0,
+            beta=settings.beta,
+            max_length=None,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+        )
+        plain = [p.to_dict() for p in pairs()]
+        data = Dataset.from_list(
+            [{k: p[k] for k in ("prompt", "chosen", "rejected")} for p in plain]
+        )
+        trainer = trl.DPOTrainer(
+            model=theirs,
+            ref_model=copy.deepcopy(theirs),
+            args=config,
+            train_dataset=data,
+            processing_class=tokenizer,
+        )
+        for row, made in zip(rows, trainer.train_dataset, strict=True):
+            ids = made["prompt_ids"] + made["chosen_ids"]
+            assert ids[: len(row.chosen.ids)] == row.chosen.ids
+        trainer.data_collator = fixed_collator(rows, tokenizer.pad_token_id)
+        trainer.train()
+    finally:
+        logging.disable(logging.NOTSET)
+    found = [e["loss"] for e in ours.state.log_history if "loss" in e]
+    expected = [e["loss"] for e in trainer.state.log_history if "loss" in e]
+    assert len(found) == 3
+    assert found[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert found[-1] < 0.9 * found[0], "and something was learned"
+
+
+def fixed_collator(rows: list[PairRow], pad: int):
+    """Our token ids in TRL's layout: first the chosen ones, then the rejected. (TRL also trains the
+    line break that a template writes after the end of turn; a model is never asked for it.)"""
+
+    def collate(_: Any) -> dict[str, torch.Tensor]:
+        sides = [row.chosen for row in rows] + [row.rejected for row in rows]
+        width = max(len(side.ids) for side in sides)
+        out = {
+            "input_ids": torch.full((len(sides), width), pad),
+            "attention_mask": torch.zeros((len(sides), width), dtype=torch.long),
+            "completion_mask": torch.zeros((len(sides), width), dtype=torch.long),
+        }
+        for i, side in enumerate(sides):
+            out["input_ids"][i, : len(side.ids)] = torch.tensor(side.ids)
+            out["attention_mask"][i, : len(side.ids)] = 1
+            out["completion_mask"][i, side.start : len(side.ids)] = 1
+        return out
+
+    return collate
+
+
+# -- whole runs -------------------------------------------------------------------------------
+
+
+def run(model: Path, out: Path, s: DPOSettings = SETTINGS, resume: bool = False) -> Path:
+    spec = resolve(str(model))
+    tokenizer = load_tokenizer(spec, FP32)
+    rows = encode(pairs(), ChatEncoder(tokenizer), s.max_length)[0]
+    directory = RunDirectory(out)
+    directory.open(resolved_settings(s, spec, FP32, rows), resume=resume, overwrite=False)
+    train(rows, spec, tokenizer, FP32, s, directory)
+    return out
+
+
+def log(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / LOG).read_text().splitlines()]
+
+
+def test_a_run_starts_at_ln_2_and_learns(tiny_dir: Path, tmp_path: Path) -> None:
+    """Also from an adapter, which is its own reference (not its base), and from full weights."""
+    first = run(tiny_dir, tmp_path / "first", replace(SETTINGS, epochs=6))
+    second = run(first, tmp_path / "second")
+    full = run(tiny_dir, tmp_path / "full", replace(SETTINGS, tune="full", lr=1e-3))
+    for out in (first, second, full):
+        entries = log(out)
+        assert entries[0]["dpo_loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert entries[0]["rewards/chosen"] == entries[0]["rewards/margin"] == 0
+        assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
+    assert log(first)[-1]["rewards/accuracy"] == 1
+    assert log(first)[-1]["dpo_loss"] < 0.5
+
+
+def test_a_resumed_run_ends_like_an_uninterrupted_one(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is the model at step 0, not at the checkpoint."""
+    settings = replace(SETTINGS, checkpoint_every=1)
+    whole = run(tiny_dir, tmp_path / "whole", settings)
+    on_save = RunLog.on_save
+
+    def stopping(self: RunLog, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        on_save(self, args, state, control, **kwargs)
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "on_save", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny_dir, tmp_path / "out", settings)
+    out = run(tiny_dir, tmp_path / "out", settings, resume=True)
+    for name in ("loss", "dpo_loss", "rewards/margin"):
+        assert [e[name] for e in log(out)] == pytest.approx([e[name] for e in log(whole)], abs=1e-5)
+    expected = load_file(whole / "adapter_model.safetensors")
+    for name, tensor in load_file(out / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def invoke(tiny_dir: Path, tmp_path: Path, *args: str, made: list[Pair] | None = None) -> Any:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(p.to_dict()) + "\n" for p in made or pairs()))
+    fixed = ["--model", str(tiny_dir), "--load", "fp32", "--device", "cpu"]
+    return CliRunner().invoke(command, [str(file), *fixed, *args])
+
+
+def test_the_command(tiny_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    args = ["-o", str(out), "--batch-size", "4", "--lora-r", "4"]
+    result = invoke(tiny_dir, tmp_path, *args)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "", "stdout is for records"
+    assert "6 pairs of 3 views; 0 dropped" in result.stderr
+    assert "is finished: 2 steps" in result.stderr
+    settings = json.loads((out / "optima_lite.json").read_text())["settings"]
+    assert [settings[k] for k in ("command", "lr", "beta", "alpha")] == ["dpo", 5e-6, 0.1, 1.0]
+    again = invoke(tiny_dir, tmp_path, *args, "--resume")
+    assert (again.exit_code, "is finished" in again.stderr) == (0, True)
+    other = invoke(tiny_dir, tmp_path, *args, "--resume", "--beta", "0.2")
+    assert isinstance(other.exception, OutputError)
+    assert "beta was 0.1, now 0.2" in str(other.exception)
+
+
+def test_a_dry_run_shows_a_pair(tiny_dir: Path, tmp_path: Path) -> None:
+    result = invoke(tiny_dir, tmp_path, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "chosen ⟦Who has the key?<|im_end|>⟧" in result.stdout
+    assert "of the tokens to compute" in result.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["pairs.jsonl"]
+
+
+def test_pairs_that_teach_nothing_are_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    chat = ChatEncoder(tiny_tokenizer("smollm2"))
+    empty = replace(pairs()[0], rejected=({"role": "assistant", "content": ""},))
+    with pytest.raises(TrainingError, match=r"pair 1 \(a Alice\): a turn is empty"):
+        encode([empty], chat, 500)
+    with pytest.raises(TrainingError, match="all 6 exceed --max-length 20"):
+        encode(pairs(), chat, 20)
+
+
+def test_long_conversations_lose_partners_turns_only() -> None:
+    """Both sides keep the same prompt."""
+    chat = ChatEncoder(tiny_tokenizer("smollm2"))
+    (whole,), _ = encode(pairs()[-1:], chat, 500)
+    (cut,), dropped = encode(pairs()[-1:], chat, len(whole.chosen.ids) - 10)
+    assert dropped == 0
+    assert cut.cut >= 10
+    assert cut.chosen.ids[: cut.chosen.start] == cut.rejected.ids[: cut.rejected.start]
+    for side, old in ((cut.chosen, whole.chosen), (cut.rejected, whole.rejected)):
+        assert side.ids[side.start :] == old.ids[old.start :]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 6, 64])
+@pytest.mark.parametrize("tokens", [1, 150, 4000])
+def test_every_pair_is_seen_once_an_epoch(batch_size: int, tokens: int) -> None:
+    rows, _ = rows_for("smollm2")
+    settings = replace(SETTINGS, batch_size=batch_size, epochs=2, micro_tokens=tokens)
+    made = dpo.plan(rows, settings)
+    per_epoch = len(made) // 2
+    for epoch in (made[:per_epoch], made[per_epoch:]):
+        seen = [i for step in epoch for part in step for i in part.pairs]
+        assert sorted(seen) == list(range(6))
+        assert all(sum(len(p.pairs) for p in step) <= batch_size for step in epoch)
+    for step in made:
+        for part in step:
+            width = max(len(trie.ids) for trie in part.rows)
+            assert width * len(part.rows) <= tokens or len(part.pairs) == 1
+            sources = [row for trie in part.rows for row in trie.targets]
+            assert len(sources) == 2 * len(part.pairs)

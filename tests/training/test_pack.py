@@ -1,0 +1,113 @@
+"""Sequences that share prefixes in one row, against the same sequences one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import ARCHS, STYLE_OF, tiny_model, tiny_tokenizer
+
+from optima_lite.training.losses import completion_logps, dpo_loss
+from optima_lite.training.pack import Completion, Trie, collate
+
+
+def family(rng: random.Random, vocabulary: int) -> list[Completion]:
+    """Completions after prompts that begin alike, of very different lengths."""
+
+    def words(low: int, high: int) -> list[int]:
+        return [rng.randrange(vocabulary) for _ in range(rng.randint(low, high))]
+
+    prompt = words(20, 40)
+    longer = prompt + words(1, 30)
+    made = [Completion(p + words(1, 25), len(p)) for p in (prompt, prompt, longer, longer)]
+    twin = [*made[0].ids[:-1], rng.randrange(vocabulary)]  # differs in its last token at most
+    return [*made, Completion(twin, len(prompt))]
+
+
+def loop(model, completions: list[Completion]) -> torch.Tensor:
+    """One forward pass a sequence, every position projected."""
+    out = []
+    for c in completions:
+        logps = model(torch.tensor([c.ids])).logits[0].log_softmax(-1)
+        out.append(sum(logps[i - 1, c.ids[i]] for i in range(c.start, len(c.ids))))
+    return torch.stack(out)
+
+
+def row_of(completions: list[Completion]) -> Trie:
+    row = Trie()
+    for completion in completions:
+        assert row.new_tokens(completion) <= len(completion.ids)
+        before = len(row.ids)
+        expected = row.new_tokens(completion)
+        row.add(completion)
+        assert len(row.ids) - before == expected
+    return row
+
+
+def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_trie_on_paper() -> None:
+    """1 2 | 3 4 and 1 2 | 3 5 and 1 2 6 | 7: tokens 1 2 3 4 5 6 7, each once.
+
+    Parents: 1 none, 2 after 1, 3 after 2, 4 after 3, 5 after 3, 6 after 2, 7 after 6. Predicted: 3
+    from 2 and 4 from 3; 3 from 2 and 5 from 3; 7 from 6.
+    """
+    row = row_of(
+        [Completion([1, 2, 3, 4], 2), Completion([1, 2, 3, 5], 2), Completion([1, 2, 6, 7], 3)]
+    )
+    assert row.ids == [1, 2, 3, 4, 5, 6, 7]
+    assert row.positions == [0, 1, 2, 3, 3, 2, 3]
+    assert row.parents == [-1, 0, 1, 2, 2, 1, 5]
+    assert row.sources == [[1, 2], [1, 2], [5]]
+    assert row.targets == [[3, 4], [3, 5], [7]]
+    sees = [[j for j in range(7) if row.seen()[i, j]] for i in range(7)]
+    assert sees == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5], [0, 1, 5, 6]]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_logps_and_gradients_equal_a_loop(arch: str, seed: int) -> None:
+    """Two rows, one of them padded; qwen2, gemma2 and mistral have biases, caps and windows."""
+    rng = random.Random(seed)
+    tokenizer = tiny_tokenizer(STYLE_OF[arch])
+    model = tiny_model(arch, tokenizer).train()
+    families = [family(rng, len(tokenizer)) for _ in range(2)]
+    every = [c for one in families for c in one]
+    exact = loop(model, every)
+    weights = torch.tensor([rng.uniform(-1, 1) for _ in every])
+    expected = gradients(model, (exact * weights).sum())
+    batch = collate([row_of(one) for one in families], pad=3)
+    sums, tokens = completion_logps(model, batch, len(every))
+    assert tokens.tolist() == [len(c.ids) - c.start for c in every]
+    torch.testing.assert_close(sums, exact, rtol=1e-5, atol=1e-4)
+    found = gradients(model, (sums * weights).sum())
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_each_predicting_state_is_projected_once() -> None:
+    tokenizer = tiny_tokenizer("llama3")
+    model = tiny_model("llama", tokenizer)
+    made = family(random.Random(0), len(tokenizer))
+    row = row_of(made)
+    shapes = []
+    handle = model.get_output_embeddings().register_forward_hook(
+        lambda module, args, out: shapes.append(out.shape[:-1])
+    )
+    completion_logps(model, collate([row], 0), len(made))
+    handle.remove()
+    distinct = {source for where in row.sources for source in where}
+    assert shapes == [(1, len(distinct))]
+
+
+def test_dpo_of_equal_policies_is_ln_2() -> None:
+    loss = dpo_loss(torch.zeros(3), torch.zeros(3), 0.1)
+    assert loss.tolist() == pytest.approx([0.6931472] * 3)
+    loss = dpo_loss(torch.tensor([2.0]), torch.tensor([-1.0]), 0.5)
+    assert loss.item() == pytest.approx(0.2014133)  # -log(1 / (1 + e^-1.5))
