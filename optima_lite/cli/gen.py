@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import click
 
 from optima_lite import dialogue
 from optima_lite.cli import options
+from optima_lite.cli.groups import left_to_do, made_from
 from optima_lite.engines.loading import LoadOptions
 from optima_lite.jsonl import (
     Kept,
     Reader,
     ResumableOutput,
-    digest,
     incomplete,
     refuse_input,
     require_same,
@@ -101,28 +101,17 @@ def command(
     refuse_input(input, output)
     out = ResumableOutput(output, resume=resume, overwrite=overwrite)
     done = _finished(out, model, n, settings)
-    teams: dict[str, Team] = {}
-    seen: set[int] = set()
-
-    def groups() -> Iterator[Sequence[dialogue.Conversation]]:
-        for task in reader:
-            if hash(task.id) in seen:
-                raise reader.error(f"{task.id} appeared before: ids must be unique")
-            seen.add(hash(task.id))
-            its_team = fixed_team or _default_team(task, teams)
-            check_fits(its_team, task)
-            if not done.skip(task.id, partial(_parts, task, its_team)):
-                yield dialogue.start(task, its_team, n, sampling, pool)
-        done.end()
-
-    waiting = groups()
+    waiting = (
+        dialogue.start(task, its_team, n, sampling, pool)
+        for task, its_team in left_to_do(reader, fixed_team, done)
+    )
     with out:
         first = next(waiting, None)
         if first is not None:  # nothing to do needs no model
             from optima_lite.engines.hf import HFEngine
 
             engine = HFEngine.load(model, loading, **size)
-            _hold(first, waiting, reader, engine, model, settings, out)
+            _hold(chain([first], waiting), reader, engine, model, settings, out)
     if done.count:
         options.notice(f"gen: kept {done.count} finished tasks of {output}")
 
@@ -131,8 +120,7 @@ command.short_help = "Hold conversations: tasks -> trajectories."
 
 
 def _hold(
-    first: Sequence[dialogue.Conversation],
-    rest: Iterator[Sequence[dialogue.Conversation]],
+    groups: Iterator[Sequence[dialogue.Conversation]],
     reader: Reader[Task],
     engine: Any,
     model: str,
@@ -140,15 +128,10 @@ def _hold(
     out: ResumableOutput,
 ) -> None:
     """Run all conversations and write each group, in input order, as soon as it is complete."""
-
-    def all_groups() -> Iterator[Sequence[dialogue.Conversation]]:
-        yield first
-        yield from rest
-
     tokens = 0
     ends: Counter[str] = Counter()
     with options.progress(unit="conv", desc="gen") as bar:
-        for group in dialogue.run(all_groups(), engine, reader.ready):
+        for group in dialogue.run(groups, engine, reader.ready):
             for conversation in group:
                 trajectory = conversation.trajectory(model, settings)
                 out.write(trajectory)
@@ -158,13 +141,6 @@ def _hold(
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s")
     how = ", ".join(f"{count} {end}" for end, count in ends.most_common())
     options.notice(f"gen: {ends.total()} conversations, {tokens} tokens; {how}")
-
-
-def _default_team(task: Task, teams: dict[str, Team]) -> Team:
-    name = task.team or task.setting
-    if name not in teams:
-        teams[name] = load_team(name)
-    return teams[name]
 
 
 def _finished(out: ResumableOutput, model: str, n: int, settings: dict[str, Any]) -> Kept:
@@ -187,15 +163,10 @@ def _finished(out: ResumableOutput, model: str, n: int, settings: dict[str, Any]
         lines += 1
         if len(last) == n:
             whole = lines
-            done[record.task.id] = _parts(record.task, record.team)
+            done[record.task.id] = made_from(record.task, record.team)
     if whole < lines:
         out.truncate_to(whole)
     return Kept(out.path, done)
-
-
-def _parts(task: Task, team: Team) -> dict[str, bytes]:
-    """What a finished group must have been made from."""
-    return {"the task": digest(task), f"team {team.name}": digest(team)}
 
 
 def _show_prompt(

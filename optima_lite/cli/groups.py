@@ -1,13 +1,15 @@
-"""What score and select demand of a task's trajectories before they compare them."""
+"""What commands demand of their input: gen and tree of tasks, score and select of groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from optima_lite.cli import options
 from optima_lite.errors import InputError
-from optima_lite.jsonl import Reader
-from optima_lite.records import Trajectory
+from optima_lite.jsonl import Kept, Reader, digest
+from optima_lite.records import Task, Team, Trajectory
+from optima_lite.teams import check_fits, load_team
 
 
 def whole_group(reader: Reader[Trajectory], group: Sequence[Trajectory]) -> bool:
@@ -29,3 +31,30 @@ def whole_group(reader: Reader[Trajectory], group: Sequence[Trajectory]) -> bool
         )
     options.notice(f"skipped: {reader.source}: {lack}")
     return False
+
+
+def left_to_do(reader: Reader[Task], fixed: Team | None, done: Kept) -> Iterator[tuple[Task, Team]]:
+    """Each task with its team (`fixed`, else the task's own), without those that are done.
+
+    Raises InputError for an id that comes back, TeamError where team and task do not fit, and
+    OutputError where the input is not what the finished part was made from.
+    """
+    teams: dict[str, Team] = {}
+    seen: set[int] = set()
+    for task in reader:
+        if hash(task.id) in seen:
+            raise reader.error(f"{task.id} appeared before: ids must be unique")
+        seen.add(hash(task.id))
+        name = task.team or task.setting
+        if fixed is None and name not in teams:
+            teams[name] = load_team(name)
+        team = fixed or teams[name]
+        check_fits(team, task)
+        if not done.skip(task.id, partial(made_from, task, team)):
+            yield task, team
+    done.end()
+
+
+def made_from(task: Task, team: Team) -> dict[str, bytes]:
+    """What a finished task's output must have been made from, for `Kept`."""
+    return {"the task": digest(task), f"team {team.name}": digest(team)}

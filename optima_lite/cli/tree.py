@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import click
 
 from optima_lite import tree as search
 from optima_lite.cli import options
+from optima_lite.cli.groups import left_to_do, made_from
 from optima_lite.dialogue import Sampling
 from optima_lite.engines.loading import LoadOptions, resolve
-from optima_lite.jsonl import Kept, Reader, ResumableOutput, digest, refuse_input, require_same
-from optima_lite.records import Task, Team, Tree
+from optima_lite.jsonl import Kept, Reader, ResumableOutput, refuse_input, require_same
+from optima_lite.records import Task, Tree
 from optima_lite.reward import Weights
-from optima_lite.teams import check_fits, load_team
+from optima_lite.teams import load_team
 
 DEFAULTS = search.Search()
 
@@ -123,20 +125,10 @@ def command(
     base_model = resolve(base or model).without_adapter
     done = _finished(out, {**settings, "model": model, "base": base_model.name})
     numbers = search.Search(iterations, simulations, candidates, expand_distance, merge_distance)
-    seen: set[int] = set()
-
-    def growing() -> Iterator[search.Growing]:
-        for task in reader:
-            if hash(task.id) in seen:
-                raise reader.error(f"{task.id} appeared before: ids must be unique")
-            seen.add(hash(task.id))
-            its_team = fixed_team or load_team(task.team or task.setting)
-            check_fits(its_team, task)
-            if not done.skip(task.id, partial(_parts, task, its_team)):
-                yield search.Growing(task, its_team, sampling, numbers, weights)
-        done.end()
-
-    waiting = growing()
+    waiting = (
+        search.Growing(task, its_team, sampling, numbers, weights)
+        for task, its_team in left_to_do(reader, fixed_team, done)
+    )
     with out:
         first = next(waiting, None)
         if first is not None:  # nothing to do needs no model
@@ -147,17 +139,12 @@ def command(
             # Untrained, the policy is its own base: one copy in memory.
             scorer = engine if policy == base_model else HFEngine.load(base_model, loading)
             make = partial(_record, model=model, base=base_model.name, settings=settings)
-            _grow(_after(first, waiting), reader, engine, scorer, make, out)
+            _grow(chain([first], waiting), reader, engine, scorer, make, out)
     if done.count:
         options.notice(f"tree: kept {done.count} finished trees of {output}")
 
 
 command.short_help = "Grow conversation trees: tasks -> trees."
-
-
-def _after(first: search.Growing, rest: Iterator[search.Growing]) -> Iterator[search.Growing]:
-    yield first
-    yield from rest
 
 
 def _grow(
@@ -194,10 +181,5 @@ def _finished(out: ResumableOutput, settings: dict[str, Any]) -> Kept:
     for record in out.kept(Tree):
         old = {**record.settings, "model": record.model, "base": record.base}
         require_same(old, settings, out.path)
-        done[record.id] = _parts(record.task, record.team)
+        done[record.id] = made_from(record.task, record.team)
     return Kept(out.path, done)
-
-
-def _parts(task: Task, team: Team) -> dict[str, bytes]:
-    """What a finished tree must have been made from."""
-    return {"the task": digest(task), f"team {team.name}": digest(team)}

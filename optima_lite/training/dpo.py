@@ -11,7 +11,6 @@ first loss is ln 2.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,11 +20,18 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, set_seed
 
 from optima_lite.engines.loading import LoadOptions, ModelSpec, quiet
-from optima_lite.errors import TrainingError
 from optima_lite.training.losses import completion_logps, dpo_loss
 from optima_lite.training.pairs import PairRow, Part, steps
 from optima_lite.training.run import RunDirectory, RunLog
-from optima_lite.training.sft import TrainSettings, complete, prepare_model, training_arguments
+from optima_lite.training.sft import (
+    TrainSettings,
+    common_settings,
+    complete,
+    prepare_model,
+    processes,
+    share_of,
+    training_arguments,
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,7 @@ class DPOSettings(TrainSettings):
 def plan(rows: Sequence[PairRow], settings: DPOSettings) -> list[list[Part]]:
     """The run's steps; under `accelerate launch` each process takes every n-th, so a step of one
     process has its share of the pairs. Raises TrainingError where it has none."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if settings.batch_size % processes:
-        raise TrainingError(
-            f"--batch-size {settings.batch_size} cannot be shared by {processes} processes"
-        )
-    share = settings.batch_size // processes
+    share = share_of(settings.batch_size)
     return steps(rows, share, settings.epochs, settings.micro_tokens, settings.seed)
 
 
@@ -82,8 +83,7 @@ def train(
     with quiet():
         model = prepare_model(spec, options, settings)
     # One item of the data is one step of one process; DPOTrainer cuts it into parts itself.
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    one = replace(settings, batch_size=processes, micro_batch_size=1, epochs=1)
+    one = replace(settings, batch_size=processes(), micro_batch_size=1, epochs=1)
     trainer = DPOTrainer(
         model=model,
         args=training_arguments(one, options, directory),
@@ -181,8 +181,6 @@ def resolved_settings(
     settings: DPOSettings, spec: ModelSpec, options: LoadOptions, rows: Sequence[PairRow]
 ) -> dict[str, Any]:
     """Everything that shapes the result, as it is stored and compared by --resume."""
-    from optima_lite.training.sft import common_settings
-
     return {
         "command": "dpo",
         **common_settings(spec, options),

@@ -192,6 +192,20 @@ def prepare_model(spec: ModelSpec, options: LoadOptions, settings: TrainSettings
     return get_peft_model(base, config).train()
 
 
+def processes() -> int:
+    """How many processes `accelerate launch` or `torchrun` started, 1 without them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def share_of(batch_size: int) -> int:
+    """What each process has of a step. Raises TrainingError where it is not a whole number."""
+    if batch_size % processes():
+        raise TrainingError(
+            f"--batch-size {batch_size} cannot be shared by {processes()} processes"
+        )
+    return batch_size // processes()
+
+
 def training_arguments(
     settings: TrainSettings, options: LoadOptions, directory: RunDirectory
 ) -> TrainingArguments:
@@ -200,12 +214,7 @@ def training_arguments(
     mixed = options.load != "fp32" and pick_dtype(
         "auto" if options.load == "4bit" else options.load, device
     )
-    processes = int(os.environ.get("WORLD_SIZE", "1"))  # set by accelerate launch
-    if settings.batch_size % processes:
-        raise TrainingError(
-            f"--batch-size {settings.batch_size} cannot be shared by {processes} processes"
-        )
-    share = settings.batch_size // processes
+    share = share_of(settings.batch_size)
     micro = max(d for d in range(1, min(settings.micro_batch_size, share) + 1) if share % d == 0)
     checkpointing: dict[str, Any] = {}
     if settings.gradient_checkpointing:
