@@ -1,6 +1,6 @@
 """Conversations: whose turn it is, when the agents agree, and many of them running at once.
 
-Nothing here knows of devices, batches or tokenizers. `run` keeps a pool of conversations going on
+Nothing here knows of devices, batches or tokenizers. `hold` keeps a pool of conversations going on
 an engine: whenever the engine has room it is handed the next turns that are due, and a finished
 conversation is replaced by a new one at once.
 """
@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from optima_lite.answers import extract, normalize
 from optima_lite.engines.base import Completion, Engine, Request
@@ -175,41 +176,87 @@ def run(
     engine: Engine,
     ready: Callable[[], bool] = lambda: True,
 ) -> Iterator[Sequence[Conversation]]:
-    """Hold all conversations of all groups; yield each group, in order, when it is finished.
+    """Hold all conversations of all groups; yield each group, in order, when it is finished."""
+    for job in hold((_Group(group) for group in groups), engine, ready):
+        yield job.conversations
 
-    `groups` is consumed as the engine finds room, so that a long input streams: at most the
-    conversations in flight, and finished ones that wait for an earlier group, are in memory.
-    While turns are running, a group is taken only if `ready()` says that it can be had at once.
+
+@dataclass(eq=False)
+class _Group:
+    """Conversations that know nothing of each other."""
+
+    conversations: Sequence[Conversation]
+
+    def begin(self) -> Sequence[Conversation]:
+        return self.conversations
+
+    def take(
+        self, talk: Conversation, completion: Completion, count_tokens: Callable[[str], int]
+    ) -> Sequence[Conversation]:
+        talk.add(completion, count_tokens)
+        return [] if talk.end else [talk]
+
+    @property
+    def finished(self) -> bool:
+        return all(conversation.end is not None for conversation in self.conversations)
+
+
+class Job(Protocol):
+    """What `hold` works on: talks (whatever has a `request`) that go on from turn to turn."""
+
+    def begin(self) -> Sequence[Any]:
+        """The talks whose first turn is due."""
+        ...
+
+    def take(
+        self, talk: Any, completion: Completion, count_tokens: Callable[[str], int]
+    ) -> Sequence[Any]:
+        """Take the turn that a talk was waiting for; gives the talks whose next turn is due."""
+        ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+J = TypeVar("J", bound=Job)
+
+
+def hold(jobs: Iterator[J], engine: Engine, ready: Callable[[], bool]) -> Iterator[J]:
+    """Work on jobs, as many at once as the engine has room for; yield each, in order, when it is
+    finished.
+
+    `jobs` is consumed as the engine finds room, so that a long input streams: at most the jobs in
+    flight, and finished ones that wait for an earlier one, are in memory. While turns are running,
+    a job is taken only if `ready()` says that it can be had at once.
     """
-    due: deque[Conversation] = deque()
-    waiting: deque[Sequence[Conversation]] = deque()
-    asked: dict[int, Conversation] = {}  # by id of the request object
+    due: deque[tuple[J, Any]] = deque()
+    waiting: deque[J] = deque()
+    asked: dict[int, tuple[J, Any]] = {}  # by id of the request object
     exhausted = False
 
     def pull(room: int) -> list[Request]:
         nonlocal exhausted
         while len(due) < room and not exhausted and (ready() or not (due or asked)):
-            group = next(groups, None)
-            if group is None:
+            job = next(jobs, None)
+            if job is None:
                 exhausted = True
             else:
-                waiting.append(group)
-                due.extend(group)
+                waiting.append(job)
+                due.extend((job, talk) for talk in job.begin())
         requests: list[Request] = []
         while due and len(requests) < room:
-            conversation = due.popleft()
-            request = conversation.request()
-            asked[id(request)] = conversation
+            job, talk = due.popleft()
+            request = talk.request()
+            asked[id(request)] = (job, talk)
             requests.append(request)
         return requests
 
     for request, completion in engine.generate(pull):
-        conversation = asked.pop(id(request))
-        conversation.add(completion, engine.count_tokens)
-        if conversation.end is None:
-            # Before anything new: running conversations have their prefix in the engine's cache.
-            due.appendleft(conversation)
-        while waiting and all(c.end is not None for c in waiting[0]):
+        job, talk = asked.pop(id(request))
+        more = job.take(talk, completion, engine.count_tokens)
+        # Before anything new: what goes on has its prefix in the engine's cache.
+        due.extendleft((job, talk) for talk in reversed(more))
+        while waiting and waiting[0].finished:
             yield waiting.popleft()
     if asked or waiting:
         raise RuntimeError(f"the engine lost {len(asked)} of the turns it was asked for")

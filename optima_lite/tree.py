@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rapidfuzz.distance import Levenshtein
 
-from optima_lite.dialogue import Conversation, Sampling, trajectory_seed
+from optima_lite.dialogue import Conversation, Sampling, hold, trajectory_seed
 from optima_lite.engines.base import Completion, Engine, Request, Utterance
 from optima_lite.records import Leaf, Node, Task, Team, Trajectory, Tree, Turn
 from optima_lite.reward import Weights, score_group
@@ -63,6 +62,10 @@ class Simulation:
     conversation: Conversation
     path: list[int]
     completion: Completion | None = None  # said, but not yet part of the tree
+
+    def request(self) -> Request:
+        """The turn that is due."""
+        return self.conversation.request()
 
 
 class Growing:
@@ -290,39 +293,30 @@ def grow(
     ready: Callable[[], bool] = lambda: True,
 ) -> Iterator[Growing]:
     """Grow all trees, as many at once as the engine has room for; yields each, in order, when it
-    is finished. `trees` is consumed as room comes free, and only when `ready()` while others run.
-    """
-    due: deque[tuple[Growing, Simulation]] = deque()
-    waiting: deque[Growing] = deque()
-    asked: dict[int, tuple[Growing, Simulation]] = {}
-    exhausted = False
+    is finished. See dialogue.hold for what is in memory and when `ready` is asked."""
+    for job in hold((_Job(tree, base) for tree in trees), engine, ready):
+        yield job.tree
 
-    def pull(room: int) -> Sequence[Request]:
-        nonlocal exhausted
-        while len(due) < room and not exhausted and (ready() or not (due or asked)):
-            tree = next(trees, None)
-            if tree is None:
-                exhausted = True
-            else:
-                waiting.append(tree)
-                due.extend((tree, simulation) for simulation in tree.begin())
-        requests: list[Request] = []
-        while due and len(requests) < room:
-            tree, simulation = due.popleft()
-            request = simulation.conversation.request()
-            asked[id(request)] = (tree, simulation)
-            requests.append(request)
-        return requests
 
-    for request, completion in engine.generate(pull):
-        tree, simulation = asked.pop(id(request))
-        more = tree.take(simulation, completion, engine.count_tokens)
-        if not tree.simulating:
-            tree.back_up(base)
-            more = [] if tree.finished else tree.begin()
-        # Before anything new: what goes on has its prefix in the engine's cache.
-        due.extendleft((tree, s) for s in reversed(more))
-        while waiting and waiting[0].finished:
-            yield waiting.popleft()
-    if asked or waiting:
-        raise RuntimeError(f"the engine lost {len(asked)} of the turns it was asked for")
+@dataclass(eq=False)
+class _Job:
+    """A tree and the base model that scores it after each iteration."""
+
+    tree: Growing
+    base: Engine
+
+    def begin(self) -> list[Simulation]:
+        return self.tree.begin()
+
+    def take(
+        self, talk: Simulation, completion: Completion, count_tokens: Callable[[str], int]
+    ) -> list[Simulation]:
+        due = self.tree.take(talk, completion, count_tokens)
+        if self.tree.simulating:
+            return due
+        self.tree.back_up(self.base)
+        return [] if self.tree.finished else self.tree.begin()
+
+    @property
+    def finished(self) -> bool:
+        return self.tree.finished
