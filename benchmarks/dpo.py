@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=32)
     parser.add_argument("--family", type=int, default=4, help="pairs of a prompt in `ours, trees`")
+    parser.add_argument("--micro-tokens", type=int, default=1024, help="of ours, as of dpo")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        print(json.dumps(measure(arguments.run, arguments.pairs, arguments.family)))
+        print(json.dumps(measure(arguments)))
         return
     found = {}
     for name in RUNS:
-        words = ["--run", name, "--pairs", str(arguments.pairs), "--family", str(arguments.family)]
         done = subprocess.run(
-            [sys.executable, __file__, *words], stdout=subprocess.PIPE, check=True, text=True
-        )
+            [sys.executable, __file__, *sys.argv[1:], "--run", name],
+            stdout=subprocess.PIPE, check=True, text=True,
+        )  # fmt: skip
         found[name] = json.loads(done.stdout.splitlines()[-1])
         print(f"{name:12} {found[name]['seconds'] / arguments.pairs:6.2f} s a pair, "
               f"peak {found[name]['peak_mib']:6.0f} MiB, at rest {found[name]['rest_mib']:5.0f}, "
@@ -92,10 +94,13 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure(name: str, count: int, family: int) -> dict[str, float]:
+def measure(arguments: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        make = trl_trainer if name == "trl" else our_trainer
-        made = rows(count, family if name == "ours, trees" else 1)
+        if arguments.run == "trl":
+            make = trl_trainer
+        else:
+            make = partial(our_trainer, micro_tokens=arguments.micro_tokens)
+        made = rows(arguments.pairs, arguments.family if arguments.run == "ours, trees" else 1)
         policy = model()
         rest = peak()
         started = time.monotonic()
@@ -103,15 +108,15 @@ def measure(name: str, count: int, family: int) -> dict[str, float]:
         return {"seconds": time.monotonic() - started, "peak_mib": peak(), "rest_mib": rest}
 
 
-def our_trainer(policy: Any, made: list[Any], folder: Path) -> None:
+def our_trainer(policy: Any, made: list[Any], folder: Path, micro_tokens: int) -> None:
     from dataclasses import replace
 
     from optima_lite.engines.loading import LoadOptions
+    from optima_lite.training.common import training_arguments
     from optima_lite.training.dpo import DPOSettings, DPOTrainer, plan
     from optima_lite.training.run import RunDirectory
-    from optima_lite.training.sft import training_arguments
 
-    settings = DPOSettings(batch_size=len(made), alpha=0.0)
+    settings = DPOSettings(batch_size=len(made), alpha=0.0, micro_tokens=micro_tokens)
     directory = RunDirectory(folder / "out")
     directory.open({}, resume=False, overwrite=False)
     one = replace(settings, batch_size=1, micro_batch_size=1)

@@ -55,7 +55,7 @@ from optima_lite.records import Pair
 @click.option(
     "--micro-tokens",
     type=click.IntRange(min=1),
-    default=2048,
+    default=1024,
     show_default=True,
     help="Tokens computed at once; changes memory, not the result.",
 )

@@ -77,9 +77,10 @@ def command(
         raise TrainingError("there are no examples to train on")
 
     from optima_lite.training import sft
+    from optima_lite.training.common import TrainSettings
     from optima_lite.training.encode import audit
 
-    settings = sft.TrainSettings(
+    settings = TrainSettings(
         lr=lr if lr is not None else (2e-4 if common["tune"] == "lora" else 2e-5),
         epochs=epochs,
         batch_size=batch_size,

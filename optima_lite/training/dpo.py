@@ -4,8 +4,9 @@ optima-lite dpo pairs.jsonl --model round1 -o round2
 
 The loss is DPO plus α times the mean negative log-likelihood per token of the chosen turn (RPO; α 0
 is DPO alone). The reference is the model at step 0: its log-probabilities are computed before
-training, by the function that training uses, so a continued adapter is its own reference and the
-first loss is ln 2.
+training, by the function that training uses, so a continued adapter is its own reference. In the
+first step the model is the reference: what it computes there is not computed before, and the first
+loss is ln 2 exactly.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, set_seed
+from transformers import set_seed
 
 from optima_lite.engines.loading import LoadOptions, ModelSpec, quiet
-from optima_lite.training.losses import completion_logps, dpo_loss
-from optima_lite.training.pairs import PairRow, Part, steps
-from optima_lite.training.run import RunDirectory, RunLog
-from optima_lite.training.sft import (
+from optima_lite.training.common import (
+    ScheduledTrainer,
     TrainSettings,
     common_settings,
     complete,
@@ -32,6 +31,9 @@ from optima_lite.training.sft import (
     share_of,
     training_arguments,
 )
+from optima_lite.training.losses import completion_logps, dpo_loss
+from optima_lite.training.pairs import PairRow, Part, steps
+from optima_lite.training.run import RunDirectory, RunLog
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class DPOSettings(TrainSettings):
     batch_size: int = 64
     beta: float = 0.1
     alpha: float = 1.0
-    micro_tokens: int = 2048
+    micro_tokens: int = 1024
 
 
 def plan(rows: Sequence[PairRow], settings: DPOSettings) -> list[list[Part]]:
@@ -91,24 +93,34 @@ def train(
         data_collator=lambda items: items[0],
         callbacks=[RunLog(directory)],
     )
-    trainer.prepare(settings, tokenizer.pad_token_id or 0)
+    resumed = directory.last_checkpoint() is not None
+    trainer.prepare(settings, tokenizer.pad_token_id or 0, resumed=resumed)
     return complete(trainer, spec, tokenizer, directory)
 
 
-class DPOTrainer(Trainer):
+class DPOTrainer(ScheduledTrainer):
     """Trainer whose every item is one optimiser step, computed part by part."""
 
-    def prepare(self, settings: DPOSettings, pad: int) -> None:
-        """Compute the reference log-probabilities with the model as it is now."""
+    def prepare(self, settings: DPOSettings, pad: int, *, resumed: bool = False) -> None:
+        """Compute the reference log-probabilities with the model as it is now, which is the one
+        that training starts from, also where a checkpoint is loaded afterwards (`resumed`)."""
         self._settings = settings
         self._pad = pad
         self._sums: dict[str, float] = {}
         self._count = 0
-        self.reference: dict[int, torch.Tensor] = {}
+        self.reference: dict[int, torch.Tensor] = {}  # of pairs, [2]: chosen, rejected
+        without_dropout(self.model)
         self.model.eval()
-        for item in self.train_dataset:
-            for part in item["step"]:
-                if all(i in self.reference for i in part.pairs):
+        # Process p of n trains on the items p, p + n, …; where they run out, on the first ones.
+        rank, count = self.args.process_index, self.args.world_size
+        items = self.train_dataset
+        own = [k for k in range(len(items)) if k % count == rank or k < count]
+        known: set[int] = set()
+        if not resumed:
+            known = {i for part in items[rank % len(items)]["step"] for i in part.pairs}
+        for k in own:
+            for part in items[k]["step"]:
+                if all(i in self.reference or i in known for i in part.pairs):
                     continue
                 with torch.no_grad():
                     logps, _ = self._logps(self.model, part)
@@ -133,6 +145,9 @@ class DPOTrainer(Trainer):
         total = torch.zeros((), device=self.args.device)
         for part in step:
             logps, tokens = self._logps(model, part)
+            if self.state.global_step == 0:
+                for i, pair in zip(part.pairs, logps.detach().cpu(), strict=True):
+                    self.reference.setdefault(i, pair)
             reference = torch.stack([self.reference[i] for i in part.pairs]).to(logps.device)
             ratios = logps - reference
             losses = dpo_loss(ratios[:, 0], ratios[:, 1], self._settings.beta)
@@ -175,6 +190,16 @@ class DPOTrainer(Trainer):
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)  # steps() has shuffled
+
+
+def without_dropout(model: Any) -> None:
+    """Switch dropout off, as the reference has none: with it, the first loss would not be ln 2."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout"):  # where attention is a function
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def resolved_settings(

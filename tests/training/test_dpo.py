@@ -22,10 +22,10 @@ from optima_lite.engines.loading import LoadOptions, load_tokenizer, resolve
 from optima_lite.errors import OutputError, TrainingError
 from optima_lite.records import Pair
 from optima_lite.training import dpo
+from optima_lite.training.common import training_arguments
 from optima_lite.training.dpo import DPOSettings, DPOTrainer, plan, resolved_settings, train
 from optima_lite.training.pairs import PairRow, encode
 from optima_lite.training.run import LOG, RunDirectory, RunLog
-from optima_lite.training.sft import training_arguments
 
 FP32 = LoadOptions("fp32", "cpu")
 SYSTEM = {"role": "system", "content": "You are Alice. Which door?"}
@@ -81,7 +81,15 @@ def plain_loss(model: Any, reference: torch.Tensor, rows: list[PairRow], s: Any)
     return (dpo_part - s.alpha * logps[:, 0] / tokens).mean()
 
 
-def trainer_of(model: Any, rows: list[PairRow], s: DPOSettings, out: Path, pad: int) -> DPOTrainer:
+def trainer_of(
+    model: Any,
+    rows: list[PairRow],
+    s: DPOSettings,
+    out: Path,
+    pad: int,
+    *,
+    resumed: bool = False,
+) -> DPOTrainer:
     directory = RunDirectory(out)
     directory.open({}, resume=False, overwrite=False)
     one = replace(s, batch_size=1, micro_batch_size=1, epochs=1)
@@ -92,7 +100,7 @@ def trainer_of(model: Any, rows: list[PairRow], s: DPOSettings, out: Path, pad: 
         data_collator=lambda items: items[0],
         callbacks=[RunLog(directory)],
     )
-    trainer.prepare(s, pad)
+    trainer.prepare(s, pad, resumed=resumed)
     return trainer
 
 
@@ -116,7 +124,8 @@ def test_loss_and_lora_gradients_equal_plain_rows(
     rows, tokenizer = rows_for(STYLE_OF[arch])
     model = with_lora(tiny_model(arch, tokenizer))
     settings = replace(SETTINGS, batch_size=6, epochs=1, micro_tokens=micro_tokens)
-    trainer = trainer_of(model, rows, settings, tmp_path / "out", tokenizer.pad_token_id)
+    pad = tokenizer.pad_token_id
+    trainer = trainer_of(model, rows, settings, tmp_path / "out", pad, resumed=True)
     generator = torch.Generator().manual_seed(1)
     for name in trainer.reference:
         trainer.reference[name] = trainer.reference[name] + torch.randn(2, generator=generator)
@@ -212,6 +221,34 @@ def fixed_collator(rows: list[PairRow], pad: int):
         return out
 
     return collate
+
+
+@pytest.mark.parametrize("batch_size", [2, 6])
+def test_the_first_step_is_its_own_reference(batch_size: int, tmp_path: Path) -> None:
+    """The same run whether all references are computed before, as after a resume, or all but those
+    of the first step, which meets its pairs again in the second epoch. Dropout changes nothing."""
+    rows, tokenizer = rows_for("smollm2")
+    settings = replace(SETTINGS, batch_size=batch_size, epochs=2)
+    runs = []
+    for name, resumed in (("before", True), ("on the way", False)):
+        model = tiny_model("llama", tokenizer)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        pad = tokenizer.pad_token_id
+        trainer = trainer_of(model, rows, settings, tmp_path / name, pad, resumed=resumed)
+        if not resumed:
+            assert len(trainer.reference) == 6 - batch_size
+        trainer.train()
+        runs.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
+        dpo = [e["dpo_loss"] for e in trainer.state.log_history if "loss" in e]
+        assert dpo[0] == pytest.approx(math.log(2), abs=1e-6)
+        if not resumed:
+            torch.manual_seed(0)
+            model = tiny_model("llama", tokenizer)
+            expected = plain_logps(model, rows).detach()
+            found = torch.stack([trainer.reference[i] for i in range(6)])
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert runs[0] == pytest.approx(runs[1], abs=1e-6)
 
 
 # -- whole runs -------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ from optima_lite.engines.loading import LoadOptions, load_for_inference, load_to
 from optima_lite.errors import ModelError, OutputError
 from optima_lite.records import Example
 from optima_lite.training import sft
+from optima_lite.training.common import TrainSettings
 from optima_lite.training.encode import Row, audit
 from optima_lite.training.run import LOG, SETTINGS, RunDirectory, RunLog
-from optima_lite.training.sft import TrainSettings, resolved_settings, train
+from optima_lite.training.sft import resolved_settings, train
 
 FP32 = LoadOptions("fp32", "cpu")
 TALKS = [

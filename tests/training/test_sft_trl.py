@@ -14,10 +14,11 @@ from tiny import ARCHS, STYLE_OF, tiny_model, tiny_tokenizer
 from optima_lite.chat import ChatEncoder
 from optima_lite.engines.loading import LoadOptions
 from optima_lite.records import Example
+from optima_lite.training.common import TrainSettings, training_arguments
 from optima_lite.training.encode import IGNORED, Row, audit
 from optima_lite.training.losses import only_positions, sft_loss, trained_logits
 from optima_lite.training.run import RunDirectory, RunLog
-from optima_lite.training.sft import Collator, SFTTrainer, TrainSettings, training_arguments
+from optima_lite.training.sft import Collator, SFTTrainer
 
 #: Six views of different lengths, so that padding and micro-batches matter.
 TALKS = [
