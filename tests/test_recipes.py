@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-# Writes as many lines as --limit says to -o (a directory for sft) and logs its command line.
+# Writes as many lines as --limit says to -o (sft and dpo make a directory) and logs its command
+# line. Dies in the middle of the command that STUB_KILL names.
 STUB = """#!/usr/bin/env bash
 line=$(printf '%q ' "$@")
 printf '%s\\n' "$line" >> "$STUB_LOG"  # in one write: the commands of a pipe run side by side
@@ -20,7 +21,8 @@ while [ $# -gt 0 ]; do
   shift
 done
 [ -p /dev/stdin ] && cat > /dev/null
-if [ "$command" = sft ]; then mkdir "$out"; else seq "$limit" > "$out"; fi
+if [ "$command" = "${STUB_KILL:-}" ]; then echo torn > "$out"; kill -9 $$; fi
+if [ "$command" = sft ] || [ "$command" = dpo ]; then mkdir "$out"; else seq "$limit" > "$out"; fi
 """
 
 
@@ -35,12 +37,14 @@ def recipe(tmp_path: Path):
     stub.chmod(0o755)
     log = tmp_path / "log"
 
-    def run(name: str, **variables: object) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def run(
+        name: str, *args: str, **variables: object
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         log.write_text("")
         env = os.environ | {k: str(v) for k, v in variables.items()} | {"STUB_LOG": str(log)}
         env["PATH"] = f"{stub.parent}:{env['PATH']}"
         done = subprocess.run(
-            ["bash", str(RECIPES / f"{name}.sh")],
+            ["bash", str(RECIPES / f"{name}.sh"), *args],
             cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
         return done, log.read_text().splitlines()
@@ -52,33 +56,118 @@ def steps(lines: list[str]) -> list[str]:
     return [line.split()[0] for line in lines]
 
 
-ROUND = ["tasks", "gen", "score", "select", "sft", "gen"]
+SFT_ROUND = ["tasks", "gen", "score", "select", "sft", "gen"]
+DPO_ROUND = ["tasks", "tree", "select", "dpo", "gen"]
+START = ["tasks", "gen", *SFT_ROUND]
+SMALL = {"TASKS": 3, "TREES": 2, "HELD_OUT": 2}
+
+
+def models(lines: list[str], command: str, option: str = "--model") -> list[str]:
+    """What --model each call of a command had, without the directories in front."""
+    words = [line.split() for line in lines if line.split()[0] == command]
+    return ["/".join(w[w.index(option) + 1].split("/")[-2:]) for w in words]
 
 
 def test_the_loop_and_what_a_second_call_does(recipe, tmp_path) -> None:
     out = tmp_path / "my runs" / "demo"
-    done, lines = recipe("quickstart", OUT=out, ROUNDS=1, TASKS=3, HELD_OUT=2)
+    done, lines = recipe("quickstart", OUT=out, ROUNDS=1, **SMALL)
     assert done.returncode == 0, done.stderr
-    assert sorted(steps(lines)) == sorted(["tasks", "gen", *ROUND, *ROUND, "eval"])
+    assert sorted(steps(lines)) == sorted([*START, *SFT_ROUND, "eval"])
     starts = [line for line in lines if line.startswith("sft ")]
     assert "--model relay" in starts[0]
-    assert f"--model {str(out).replace(' ', chr(92) + ' ')}/round0" in starts[1]
+    assert f"--model {str(out).replace(' ', chr(92) + ' ')}/init" in starts[1]
     # Measurements are made again only to learn that they are complete; training is not.
-    done, lines = recipe("quickstart", OUT=out, ROUNDS=1, TASKS=3, HELD_OUT=2)
+    done, lines = recipe("quickstart", OUT=out, ROUNDS=1, **SMALL)
     assert steps(lines) == ["gen", "gen", "gen", "eval"]
     # More rounds and more held-out tasks go on from there.
     done, lines = recipe("quickstart", OUT=out, ROUNDS=2, TASKS=3, HELD_OUT=4)
-    assert sorted(steps(lines)) == sorted(["tasks", "gen", "gen", "gen", *ROUND, "eval"])
+    assert sorted(steps(lines)) == sorted(["tasks", "gen", "gen", "gen", *SFT_ROUND, "eval"])
     assert len((out / "test.jsonl").read_text().splitlines()) == 4
 
 
-def test_other_settings_do_not_go_on_in_the_same_directory(recipe, tmp_path) -> None:
+def test_the_three_methods_share_the_initialization(recipe, tmp_path) -> None:
+    out = tmp_path / "out"
+    done, lines = recipe("relay", "isft", OUT=out, ROUNDS=2, **SMALL)
+    assert done.returncode == 0, done.stderr
+    assert sorted(steps(lines)) == sorted([*START, *SFT_ROUND, *SFT_ROUND, "eval"])
+    assert models(lines, "sft") == ["relay", "out/init", "isft/round1"]
+    again = ["gen", "gen"]  # looks at the measurements of start and init
+
+    done, lines = recipe("relay", "idpo", OUT=out, ROUNDS=2, **SMALL)
+    assert done.returncode == 0, done.stderr
+    assert sorted(steps(lines)) == sorted([*again, *DPO_ROUND, *DPO_ROUND, "eval"])
+    assert models(lines, "tree") == models(lines, "dpo") == ["out/init", "idpo/round1"]
+    assert models(lines, "tree", "--base") == ["smollm2", "smollm2"]
+    assert not any("--alpha" in line for line in lines)
+
+    done, lines = recipe("relay", "isft_dpo", OUT=out, ROUNDS=3, **SMALL)
+    assert done.returncode == 0, done.stderr
+    assert sorted(steps(lines)) == sorted([*again, *SFT_ROUND, *DPO_ROUND, *SFT_ROUND, "eval"])
+    assert models(lines, "sft") == ["out/init", "isft_dpo/round2"]
+    assert models(lines, "dpo") == ["isft_dpo/round1"]
+    assert all("--alpha 0" in line for line in lines if line.startswith("dpo "))
+    (table,) = [line for line in lines if line.startswith("eval ")]
+    names = ["start", "init", "iSFT-DPO-1", "iSFT-DPO-2", "iSFT-DPO-3"]
+    assert [w for w in table.split() if w in names] == names
+
+    done, lines = recipe("relay", "compare", OUT=out)
+    assert steps(lines) == ["eval"]
+    files = [word for word in lines[0].split() if word.endswith(".jsonl")]
+    assert [file[len(str(out)) + 1 :] for file in files] == [
+        "eval-start.jsonl",
+        "eval-init.jsonl",
+        "isft/eval-round2.jsonl",
+        "idpo/eval-round2.jsonl",
+        "isft_dpo/eval-round3.jsonl",
+    ]
+
+
+def test_debate_trains_from_the_base_and_prefers_from_the_last_model(recipe, tmp_path) -> None:
+    out = tmp_path / "out"
+    done, lines = recipe("relay", "isft_dpo", OUT=out, ROUNDS=3, START="base", **SMALL)
+    assert done.returncode == 0, done.stderr
+    assert models(lines, "sft") == ["relay", "relay", "relay"]
+    assert models(lines, "dpo") == ["isft_dpo/round1"]
+    talking = [m for m in models(lines, "gen") if m != "relay"]
+    assert talking[-2:] == ["isft_dpo/round2", "isft_dpo/round3"]
+
+
+@pytest.mark.parametrize("command", ["gen", "tree", "dpo", "sft"])
+def test_a_killed_step_is_resumed(recipe, tmp_path, command) -> None:
+    out = tmp_path / "out"
+    done, lines = recipe("relay", "isft_dpo", OUT=out, ROUNDS=2, STUB_KILL=command, **SMALL)
+    assert done.returncode != 0
+    assert steps(lines)[-1] in (command, "select", "tasks")
+    whole = recipe("relay", "isft_dpo", OUT=tmp_path / "whole", ROUNDS=2, **SMALL)[1]
+    for file in out.rglob("*"):  # what the stub leaves where a directory belongs
+        if file.name in ("init", "round1", "round2") and file.is_file():
+            file.unlink()
+    done, more = recipe("relay", "isft_dpo", OUT=out, ROUNDS=2, **SMALL)
+    assert done.returncode == 0, done.stderr
+    (killed,) = [line for line in lines if line.startswith(f"{command} ")][-1:]
+    assert killed in more, "the same command again"
+    assert "--resume" in killed
+    trained = [line for line in lines + more if line.split()[0] in ("sft", "dpo")]
+    assert len(set(trained)) == 3
+    assert len(trained) == 3 + (command in ("sft", "dpo"))
+    assert steps(whole)[-1] == steps(more)[-1] == "eval"
+
+
+def test_unknown_methods_and_other_settings_are_refused(recipe, tmp_path) -> None:
     out = tmp_path / "demo"
-    recipe("quickstart", OUT=out, ROUNDS=0, TASKS=3, HELD_OUT=2)
+    done, lines = recipe("relay", "ppo", OUT=out)
+    assert (done.returncode, lines) == (2, [])
+    assert "ppo is not a method" in done.stderr
+    recipe("quickstart", OUT=out, ROUNDS=0, **SMALL)
     done, lines = recipe("quickstart", OUT=out, ROUNDS=0, TASKS=5, HELD_OUT=2)
     assert (done.returncode, lines) == (1, [])
     assert "TASKS=5" in done.stderr
     assert "was made with other settings" in done.stderr
+    # What a method does not use does not concern it.
+    assert recipe("relay", "isft", OUT=out, ROUNDS=0, DPO="--beta 0.5", **SMALL)[0].returncode == 0
+    assert recipe("relay", "idpo", OUT=out, ROUNDS=0, **SMALL)[0].returncode == 0
+    done, _ = recipe("relay", "idpo", OUT=out, ROUNDS=0, DPO="--beta 0.5", **SMALL)
+    assert done.returncode == 1
 
 
 def test_hotpotqa_starts_with_formats(recipe, tmp_path) -> None:
@@ -92,3 +181,23 @@ def test_hotpotqa_starts_with_formats(recipe, tmp_path) -> None:
     training = [line for line in lines if line.startswith("tasks hotpotqa --shuffle")]
     assert len(training) == 2
     assert all("--source t.json" in line for line in training)
+
+
+def test_hotpotqa_has_the_papers_numbers(recipe, tmp_path) -> None:
+    """Table 8: iSFT-DPO has an α of 0, another β and fewer epochs; LoRA ten times the rates."""
+    numbers = {"idpo": ("0.1", "1"), "isft_dpo": ("0.5", "0")}
+    for tune, lr in (("full", "5e-7"), ("lora", "5e-6")):
+        out = tmp_path / tune
+        for method, (beta, alpha) in numbers.items():
+            done, lines = recipe("hotpotqa", method, OUT=out, ROUNDS=2, TUNE=tune, **SMALL)
+            assert done.returncode == 0, done.stderr
+            found = [line for line in lines if line.startswith("dpo ")]
+            wanted = f"--epochs 1 --batch-size 64 --lr {lr} --beta {beta} --alpha {alpha} --resume"
+            assert found
+            assert all(wanted in line for line in found)
+            assert all("--lambda-token 0.6" in x for x in lines if x.startswith("tree "))
+            assert all(
+                "--theta 0.4 --theta-diff 0.2" in x for x in lines if "-trees.jsonl --th" in x
+            )
+        sft = [line for line in lines if line.startswith("sft ")]
+        assert ["--epochs 2" in line for line in sft] == [True]
