@@ -109,10 +109,17 @@ def command(
         return training.Prepared(
             [*lines, *pairs.marked(rows[0], chat)],
             dpo.resolved_settings(settings, spec, loading, rows),
-            partial(dpo.train, rows, spec, tokenizer, loading, settings),
+            partial(dpo.train, rows, spec, tokenizer, loading, settings, say=_say),
         )
 
     training.execute("dpo", target, model, loading, prepare)
+
+
+def _say(message: str) -> None:
+    from optima_lite.training.run import is_main_process
+
+    if is_main_process():
+        options.notice(f"dpo: {message}")
 
 
 command.short_help = "Train on preference pairs: pairs -> a model directory."

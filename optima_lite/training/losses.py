@@ -46,19 +46,13 @@ def completion_logps(model: Any, batch: Batch, count: int) -> tuple[Tensor, Tens
     """
     wanted = torch.zeros_like(batch.ids, dtype=torch.bool)
     wanted[batch.sources[:, 0], batch.sources[:, 1]] = True
-    behind = batch.positions[:, :, None] - batch.positions[:, None, :]
-    inner = getattr(model, "module", model)
-    dtype = inner.get_input_embeddings().weight.dtype
-    if torch.is_autocast_enabled(batch.ids.device.type):
-        dtype = torch.get_autocast_dtype(batch.ids.device.type)
-    masks = attention_masks(inner.config, batch.seen, behind, dtype)
+    if batch.seen is None:
+        inputs: dict[str, Any] = {"attention_mask": batch.real.long()}
+    else:
+        masks = _tree_masks(getattr(model, "module", model), batch, batch.seen)
+        inputs = {"attention_mask": masks, "position_ids": batch.positions}
     with only_positions(model, wanted):
-        logits = model(
-            input_ids=batch.ids,
-            position_ids=batch.positions,
-            attention_mask=masks,
-            use_cache=False,
-        ).logits[0]
+        logits = model(input_ids=batch.ids, use_cache=False, **inputs).logits[0]
     # Where a token predicts the first tokens of several completions, its logits are there once.
     place = torch.cumsum(wanted.flatten(), 0) - 1
     rows = place[batch.sources[:, 0] * batch.ids.shape[1] + batch.sources[:, 1]]
@@ -67,6 +61,14 @@ def completion_logps(model: Any, batch: Batch, count: int) -> tuple[Tensor, Tens
     )
     sums = logps.new_zeros(count).index_add(0, batch.owners, logps)
     return sums, torch.bincount(batch.owners, minlength=count)
+
+
+def _tree_masks(model: Any, batch: Batch, seen: Tensor) -> Any:
+    behind = batch.positions[:, :, None] - batch.positions[:, None, :]
+    dtype = model.get_input_embeddings().weight.dtype
+    if torch.is_autocast_enabled(batch.ids.device.type):
+        dtype = torch.get_autocast_dtype(batch.ids.device.type)
+    return attention_masks(model.config, seen, behind, dtype)
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:

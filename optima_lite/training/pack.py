@@ -4,12 +4,14 @@ A pair's chosen and rejected turns follow the same conversation, and the pairs o
 conversations that begin alike. Laid out as a trie, such sequences need one forward pass over their
 distinct tokens: every token sees its ancestors only, at the position that it has in its sequence.
 Log-probabilities and gradients are those of the sequences computed one by one, up to rounding.
+
+Models whose attention takes no such mask get every sequence in a row of its own (`plain`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -78,7 +80,8 @@ class Trie:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows ready for a model: `ids` and `positions` [rows, tokens], `seen` [rows, tokens, tokens].
+    """Rows ready for a model: `ids` and `positions` [rows, tokens]; `real` [rows, tokens], false
+    for padding; `seen` [rows, tokens, tokens], or None where a row is one sequence.
 
     `sources` [predictions, 2] are (row, token) of the hidden states that predict, in the order of
     the completions; `targets` [predictions] the tokens they predict; `owners` [predictions] the
@@ -87,33 +90,40 @@ class Batch:
 
     ids: Tensor
     positions: Tensor
-    seen: Tensor
+    real: Tensor
+    seen: Tensor | None
     sources: Tensor
     targets: Tensor
     owners: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return replace(self, **moved)
 
 
-def collate(rows: Sequence[Trie], pad: int) -> Batch:
-    """Pad rows on the right. Padding sees itself only, so that no softmax is empty."""
+def collate(rows: Sequence[Trie], pad: int, *, plain: bool = False) -> Batch:
+    """Pad rows on the right. Padding sees itself only, so that no softmax is empty.
+
+    `plain`: every row is one sequence, and a model's own causal mask will do.
+    """
     width = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), width), pad)
     positions = torch.zeros((len(rows), width), dtype=torch.long)
-    seen = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)
+    real = torch.zeros((len(rows), width), dtype=torch.bool)
+    seen = None if plain else torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)
     sources, targets, owners = [], [], []
     number = 0
     for i, row in enumerate(rows):
         size = len(row.ids)
         ids[i, :size] = torch.tensor(row.ids)
         positions[i, :size] = torch.tensor(row.positions)
-        seen[i, :size, :size] = row.seen()
+        real[i, :size] = True
+        if seen is not None:
+            seen[i, :size, :size] = row.seen()
         for where, what in zip(row.sources, row.targets, strict=True):
             sources += [(i, token) for token in where]
             targets += what
             owners += [number] * len(what)
             number += 1
-    return Batch(
-        ids, positions, seen, torch.tensor(sources), torch.tensor(targets), torch.tensor(owners)
-    )
+    said = (torch.tensor(values) for values in (sources, targets, owners))
+    return Batch(ids, positions, real, seen, *said)

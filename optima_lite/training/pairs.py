@@ -28,13 +28,14 @@ class PairRow:
 @dataclass(frozen=True)
 class Part:
     """What is computed at once: rows, and the indices of their pairs, in the order of the
-    completions (chosen, rejected, chosen, …)."""
+    completions (chosen, rejected, chosen, …). `plain`: every completion has a row of its own."""
 
     rows: list[Trie]
     pairs: list[int]
+    plain: bool = False
 
     def batch(self, pad: int) -> Batch:
-        return collate(self.rows, pad)
+        return collate(self.rows, pad, plain=self.plain)
 
 
 def encode(pairs: Iterable[Pair], chat: ChatEncoder, max_length: int) -> tuple[list[PairRow], int]:
@@ -71,7 +72,13 @@ def encode(pairs: Iterable[Pair], chat: ChatEncoder, max_length: int) -> tuple[l
 
 
 def steps(
-    rows: Sequence[PairRow], batch_size: int, epochs: float, tokens: int, seed: int
+    rows: Sequence[PairRow],
+    batch_size: int,
+    epochs: float,
+    tokens: int,
+    seed: int,
+    *,
+    plain: bool = False,
 ) -> list[list[Part]]:
     """The optimiser steps of a run, `batch_size` pairs each, as parts of at most `tokens` tokens.
 
@@ -85,7 +92,8 @@ def steps(
     while len(out) < wanted:
         order = _order(rows, random.Random(f"{seed}/{epoch}"))
         for start in range(0, len(order), batch_size):
-            out.append(list(parts(rows, order[start : start + batch_size], tokens)))
+            lay = plain_parts if plain else parts
+            out.append(list(lay(rows, order[start : start + batch_size], tokens)))
         epoch += 1
     return out[:wanted]
 
@@ -127,6 +135,23 @@ def parts(rows: Sequence[PairRow], indices: Sequence[int], tokens: int) -> Itera
         fit_ = max(1, tokens // len(laid[0][0].ids))
         now, laid = laid[:fit_], laid[fit_:]
         yield Part([trie for trie, _ in now], [i for _, members in now for i in members])
+
+
+def plain_parts(rows: Sequence[PairRow], indices: Sequence[int], tokens: int) -> Iterator[Part]:
+    """The same without sharing anything: two rows a pair."""
+    left = sorted(indices, key=lambda i: -_longer(rows[i]))
+    while left:
+        fit_ = max(1, tokens // (2 * _longer(rows[left[0]])))
+        now, left = left[:fit_], left[fit_:]
+        sides = [side for i in now for side in (rows[i].chosen, rows[i].rejected)]
+        tries = [Trie() for _ in sides]
+        for trie, side in zip(tries, sides, strict=True):
+            trie.add(side)
+        yield Part(tries, now, plain=True)
+
+
+def _longer(row: PairRow) -> int:
+    return max(len(row.chosen.ids), len(row.rejected.ids))
 
 
 def report(rows: Sequence[PairRow], dropped: int, made: Sequence[Sequence[Part]]) -> list[str]:

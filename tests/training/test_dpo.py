@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from tiny import ARCHS, STYLE_OF, tiny_model, tiny_tokenizer
+from transformers import MambaConfig, MambaForCausalLM
 
 from optima_lite.chat import ChatEncoder
 from optima_lite.cli.dpo import command
@@ -24,7 +25,14 @@ from optima_lite.errors import OutputError, TrainingError
 from optima_lite.records import Pair
 from optima_lite.training import dpo
 from optima_lite.training.common import training_arguments
-from optima_lite.training.dpo import DPOSettings, DPOTrainer, plan, resolved_settings, train
+from optima_lite.training.dpo import (
+    DPOSettings,
+    DPOTrainer,
+    plan,
+    resolved_settings,
+    train,
+    why_not_shared,
+)
 from optima_lite.training.pairs import PairRow, encode
 from optima_lite.training.run import LOG, RunDirectory, RunLog
 
@@ -90,6 +98,7 @@ def trainer_of(
     pad: int,
     *,
     resumed: bool = False,
+    plain: bool = False,
 ) -> DPOTrainer:
     directory = RunDirectory(out)
     directory.open({}, resume=False, overwrite=False)
@@ -97,7 +106,7 @@ def trainer_of(
     trainer = DPOTrainer(
         model=model,
         args=training_arguments(one, FP32, directory),
-        train_dataset=[{"step": step} for step in plan(rows, s)],
+        train_dataset=[{"step": step} for step in plan(rows, s, plain=plain)],
         data_collator=lambda items: items[0],
         callbacks=[RunLog(directory)],
     )
@@ -224,18 +233,18 @@ def quiet_libraries() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quiet_libraries")
-@pytest.mark.parametrize("micro_tokens", [1, 100_000])
+@pytest.mark.parametrize("plain", [False, True], ids=["shared", "plain"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_three_steps_are_those_of_trl(arch: str, micro_tokens: int, tmp_path: Path) -> None:
+def test_three_steps_are_those_of_trl(arch: str, plain: bool, tmp_path: Path) -> None:
     """All pairs at once, full weights, DPO alone: losses and what was learned."""
     rows, tokenizer = rows_for(STYLE_OF[arch])
     model = tiny_model(arch, tokenizer)
     settings = replace(
-        SETTINGS, tune="full", epochs=3, batch_size=6, alpha=0.0, warmup=0.0, lr=1e-3,
-        micro_tokens=micro_tokens,
-    )  # fmt: skip
+        SETTINGS, tune="full", epochs=3, batch_size=6, alpha=0.0, warmup=0.0, lr=1e-3
+    )
     theirs = copy.deepcopy(model)
-    ours = trainer_of(model, rows, settings, tmp_path / "ours", tokenizer.pad_token_id)
+    pad = tokenizer.pad_token_id
+    ours = trainer_of(model, rows, settings, tmp_path / "ours", pad, plain=plain)
     ours.train()
     trainer = trl_trainer(
         theirs, copy.deepcopy(theirs), rows, tokenizer, settings, tmp_path / "trl"
@@ -250,9 +259,12 @@ def test_three_steps_are_those_of_trl(arch: str, micro_tokens: int, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("quiet_libraries")
+@pytest.mark.parametrize("plain", [False, True], ids=["shared", "plain"])
 @pytest.mark.parametrize("micro_tokens", [1, 100_000])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_lora_gradients_are_those_of_trl(arch: str, micro_tokens: int, tmp_path: Path) -> None:
+def test_lora_gradients_are_those_of_trl(
+    arch: str, micro_tokens: int, plain: bool, tmp_path: Path
+) -> None:
     """DPO of all pairs, whose lengths differ by a factor of ten, and RPO of each pair alone (TRL's
     likelihood is a mean over the tokens of a batch, ours over those of a pair). The policy is no
     longer the reference, so that the gradient is not the symmetric one of step 0."""
@@ -267,7 +279,9 @@ def test_lora_gradients_are_those_of_trl(arch: str, micro_tokens: int, tmp_path:
             alpha=0.7 if len(members) == 1 else 0.0,
         )  # fmt: skip
         pad = tokenizer.pad_token_id
-        ours = trainer_of(model, members, settings, tmp_path / f"o{number}", pad, resumed=True)
+        ours = trainer_of(
+            model, members, settings, tmp_path / f"o{number}", pad, resumed=True, plain=plain
+        )
         trainer = trl_trainer(theirs, None, members, tokenizer, settings, tmp_path / f"t{number}")
         generator = torch.Generator().manual_seed(number)
         for (name, mine), other in zip(
@@ -339,6 +353,64 @@ def test_the_first_step_is_its_own_reference(batch_size: int, tmp_path: Path) ->
             found = torch.stack([trainer.reference[i] for i in range(6)])
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert runs[0] == pytest.approx(runs[1], abs=1e-6)
+
+
+class Deaf(torch.nn.Module):
+    """Attention that goes its own way: whatever mask it is given, it looks back at everything."""
+
+    def __init__(self, inner: Any):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return self.inner(hidden_states, attention_mask=None, **kwargs)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_models_that_take_the_mask_share_prefixes(arch: str) -> None:
+    rows, tokenizer = rows_for(STYLE_OF[arch])
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model(arch, tokenizer).to(dtype)
+        assert why_not_shared(model, rows, tokenizer.pad_token_id) is None
+
+
+def test_models_that_do_not_take_the_mask_are_found_out() -> None:
+    rows, tokenizer = rows_for("smollm2")
+    deaf = tiny_model("llama", tokenizer)
+    for layer in deaf.model.layers:
+        layer.self_attn = Deaf(layer.self_attn)
+    obstacle = why_not_shared(deaf, rows, tokenizer.pad_token_id)
+    assert "with the mask, log-probabilities differ by" in str(obstacle)
+    mamba = MambaForCausalLM(
+        MambaConfig(vocab_size=len(tokenizer), hidden_size=16, state_size=4, num_hidden_layers=2)
+    )
+    obstacle = why_not_shared(mamba, rows, tokenizer.pad_token_id)
+    assert "MambaForCausalLM does not take the mask" in str(obstacle)
+
+
+def test_a_model_without_attention_trains_on_plain_rows(tmp_path: Path) -> None:
+    """It says so, begins at ln 2, and gives the log-probabilities of a loop."""
+    rows, tokenizer = rows_for("smollm2")
+    torch.manual_seed(0)
+    mamba = MambaForCausalLM(
+        MambaConfig(
+            vocab_size=len(tokenizer), hidden_size=16, state_size=4, num_hidden_layers=2,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+    mamba.save_pretrained(tmp_path / "mamba")
+    tokenizer.save_pretrained(tmp_path / "mamba")
+    result = invoke(
+        tmp_path / "mamba", tmp_path, "-o", str(tmp_path / "out"), "--tune", "full", "--lr", "1e-3",
+        "--epochs", "3",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "dpo: prefixes are not shared, every turn gets a row of its own" in result.stderr
+    entries = log(tmp_path / "out")
+    assert entries[0]["dpo_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert entries[-1]["dpo_loss"] < entries[0]["dpo_loss"]
+    expected = plain_logps(mamba.eval(), rows).detach()[:, 0].mean()
+    assert entries[0]["logps/chosen"] == pytest.approx(float(expected), abs=1e-3)
 
 
 # -- whole runs -------------------------------------------------------------------------------
@@ -450,12 +522,13 @@ def test_long_conversations_lose_partners_turns_only() -> None:
         assert side.ids[side.start :] == old.ids[old.start :]
 
 
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 6, 64])
 @pytest.mark.parametrize("tokens", [1, 150, 4000])
-def test_every_pair_is_seen_once_an_epoch(batch_size: int, tokens: int) -> None:
+def test_every_pair_is_seen_once_an_epoch(batch_size: int, tokens: int, plain: bool) -> None:
     rows, _ = rows_for("smollm2")
     settings = replace(SETTINGS, batch_size=batch_size, epochs=2, micro_tokens=tokens)
-    made = dpo.plan(rows, settings)
+    made = dpo.plan(rows, settings, plain=plain)
     per_epoch = len(made) // 2
     for epoch in (made[:per_epoch], made[per_epoch:]):
         seen = [i for step in epoch for part in step for i in part.pairs]
