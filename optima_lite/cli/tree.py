@@ -134,10 +134,7 @@ def command(
         if first is not None:  # nothing to do needs no model
             from optima_lite.engines.hf import HFEngine
 
-            policy = resolve(model)
-            engine = HFEngine.load(policy, loading, **size)
-            # Untrained, the policy is its own base: one copy in memory.
-            scorer = engine if policy == base_model else HFEngine.load(base_model, loading)
+            engine, scorer = HFEngine.load_with_base(resolve(model), base_model, loading, **size)
             make = partial(_record, model=model, base=base_model.name, settings=settings)
             _grow(chain([first], waiting), reader, engine, scorer, make, out)
     if done.count:

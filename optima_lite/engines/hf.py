@@ -26,6 +26,7 @@ from optima_lite.engines.kv import PrefixStore, SlotCache, common_prefix
 from optima_lite.engines.loading import (
     LoadOptions,
     ModelSpec,
+    adapter_off,
     load_for_inference,
     load_tokenizer,
     resolve,
@@ -95,6 +96,23 @@ class HFEngine:
         spec = resolve(model) if isinstance(model, str) else model
         tokenizer = load_tokenizer(spec, options)
         return cls(load_for_inference(spec, options), tokenizer, spec.name, **kwargs)
+
+    @classmethod
+    def load_with_base(
+        cls, policy: ModelSpec, base: ModelSpec, options: LoadOptions, **kwargs: Any
+    ) -> tuple[HFEngine, HFEngine]:
+        """The engines of a policy and of M_base; `kwargs` are the policy's.
+
+        One copy of the weights where the policy is the base itself, or an adapter that stands
+        beside 4-bit weights. An adapter merged into its base (see load_for_inference) cannot be
+        switched off: then there are two copies.
+        """
+        engine = cls.load(policy, options, **kwargs)
+        if policy == base:
+            return engine, engine
+        if policy.without_adapter == base and options.load == "4bit":
+            return engine, WithoutAdapter(engine.model, load_tokenizer(base, options), base.name)
+        return engine, cls.load(base, options)
 
     # -- generation -------------------------------------------------------------------------
 
@@ -323,3 +341,12 @@ class HFEngine:
     def count_tokens(self, text: str) -> int:
         """See Engine.count_tokens."""
         return len(self.chat.text(text))
+
+
+class WithoutAdapter(HFEngine):
+    """The base of another engine's model: its losses are computed with the adapter switched off."""
+
+    def losses(self, utterances: Sequence[Utterance]) -> list[float | None]:
+        """See Engine.losses."""
+        with adapter_off(self.model):
+            return super().losses(utterances)

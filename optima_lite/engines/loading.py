@@ -157,6 +157,21 @@ def load_for_inference(spec: ModelSpec, options: LoadOptions) -> Any:
     return model.get_base_model() if options.load == "4bit" else model.merge_and_unload()
 
 
+@contextmanager
+def adapter_off(model: Any) -> Iterator[None]:
+    """Inside, the layers of a model compute what they would without the adapter beside them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
 def attach_adapter(model: Any, adapter: Path, *, trainable: bool) -> Any:
     """The PEFT model of `model` and a stored adapter, checked to hold every stored tensor.
 

@@ -118,26 +118,40 @@ def test_tree_survives(launcher, whole, tiny_dir, tmp_path, seed):
     assert sum(a != b for a, b in zip(wanted, found, strict=True)) <= 0.02 * TASKS + 1
 
 
-SFT = ["--load", "fp32", "--epochs", 6, "--batch-size", 4, "--lora-r", 4, "--checkpoint-every", 2]
+STEPS = ["--load", "fp32", "--batch-size", 4, "--lora-r", 4, "--checkpoint-every", 2]
 
 
-def examples(whole: SimpleNamespace, launcher, path: Path) -> Path:
-    launcher.ok("select", whole.scored, "--theta", "-9", "--top", "0.1", "-o", path)
-    return path
+def sft_on_examples(launcher, whole: SimpleNamespace, tiny_dir: Path, d: Path) -> list[object]:
+    data = d / "examples.jsonl"
+    launcher.ok("select", whole.scored, "--theta", "-9", "--top", "0.1", "-o", data)
+    return ["sft", data, "--model", tiny_dir, *STEPS, "--epochs", 6]
+
+
+def dpo_on_pairs(launcher, whole: SimpleNamespace, tiny_dir: Path, d: Path) -> list[object]:
+    tasks, trees, data = d / "tasks.jsonl", d / "trees.jsonl", d / "pairs.jsonl"
+    launcher.ok("tasks", "relay", "--limit", 3, "-o", tasks)
+    search = ["--iterations", 2, "--simulations", 2]
+    launcher.ok("tree", tasks, "--model", tiny_dir, *LIMITS[:6], *search, "-o", trees)
+    launcher.ok("select", trees, "--theta", "-9", "--theta-diff", 0, "-o", data)
+    lines = data.read_bytes().splitlines(keepends=True)
+    data.write_bytes(b"".join(lines[:8]))
+    argv = ["dpo", data, "--model", tiny_dir, *STEPS, "--lr", "1e-3", "--alpha", 0.5]
+    return [*argv, "--epochs", 48 // len(lines[:8])]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_sft_survives(launcher, whole, tiny_dir, tmp_path, seed):
+@pytest.mark.parametrize("prepare", [sft_on_examples, dpo_on_pairs])
+def test_training_survives(launcher, whole, tiny_dir, tmp_path, prepare, seed):
     """Killed at drawn steps, resumed from checkpoints: the adapter of a run that nobody stopped.
 
     Before it is finished there is no output directory, and afterwards nothing else.
     """
-    data = examples(whole, launcher, tmp_path / "examples.jsonl")
-    argv = ["sft", data, "--model", tiny_dir, *SFT]
+    argv = prepare(launcher, whole, tiny_dir, tmp_path)
     launcher.ok(*argv, "-o", tmp_path / "straight")
     out = tmp_path / "out"
     log = out.with_name("out.partial") / "training.jsonl"
-    wanted = [entry for entry in lines_of(tmp_path / "straight") if "loss" in entry]
+    wanted = lines_of(tmp_path / "straight")
+    assert len(wanted) > 10
     rng = random.Random(seed)
     moments = sorted(rng.sample(range(1, len(wanted) - 4), KILLS - 1))
     killed = 0
@@ -155,7 +169,7 @@ def test_sft_survives(launcher, whole, tiny_dir, tmp_path, seed):
     assert killed >= KILLS - 1
     launcher.ok(*argv, "-o", out, "--resume")
     assert not log.parent.exists()
-    found = [entry for entry in lines_of(out) if "loss" in entry]
+    found = lines_of(out)
     assert [e["step"] for e in found] == [e["step"] for e in wanted]
     assert [e["loss"] for e in found] == pytest.approx([e["loss"] for e in wanted], abs=1e-5)
     straight = load_file(tmp_path / "straight" / "adapter_model.safetensors")

@@ -6,11 +6,22 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import ARCHS, STYLE_OF, STYLES, WINDOW, make_talkative, tiny_model, tiny_tokenizer
+from tiny import (
+    ARCHS,
+    STYLE_OF,
+    STYLES,
+    WINDOW,
+    make_talkative,
+    save_tiny,
+    tiny_model,
+    tiny_tokenizer,
+)
+from transformers import AutoModelForCausalLM
 
 from optima_lite.chat import ChatEncoder
 from optima_lite.dialogue import Conversation, Sampling, run, start
@@ -18,6 +29,7 @@ from optima_lite.engines import hf
 from optima_lite.engines.base import Completion, Pull, Request, Utterance
 from optima_lite.engines.hf import HFEngine
 from optima_lite.engines.kv import PrefixStore, common_prefix
+from optima_lite.engines.loading import LoadOptions, load_base, resolve
 from optima_lite.records import Agent, Task, Team, Trajectory
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
@@ -430,3 +442,51 @@ def test_count_tokens_counts_text_only() -> None:
     assert it.count_tokens("") == 0
     assert it.count_tokens("key") == len(it.chat.text("key")) > 0
     assert it.count_tokens("<|eot_id|>") > 1, "text, not a special token"
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A directory with an adapter that changes everything, beside its base `tmp_path/base`."""
+    from peft import LoraConfig, get_peft_model
+
+    save_tiny(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_one_copy_of_weights_is_policy_and_base(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter that is not merged, as beside 4-bit weights, is switched off for the base's losses
+    and on again for what is said. (Quantised weights themselves are in the slow tests.)"""
+    options = LoadOptions("4bit", "cpu")
+    plain = LoadOptions("fp32", "cpu")
+    monkeypatch.setattr(
+        "optima_lite.engines.loading.load_base",
+        lambda spec, _, real=load_base: real(spec, plain),
+    )
+    policy = resolve(str(adapter))
+    engine, base = HFEngine.load_with_base(policy, policy.without_adapter, options)
+    assert base.model is engine.model
+    assert base.name == str(adapter.parent / "base")
+    texts = [Utterance("Which door?"), Utterance("The blue door, I think.")]
+    requests = [Request([{"role": "user", "content": "Which door?"}], 8, 0.8, 1)]
+    before = engine.losses(texts), answers(engine, requests)
+    expected = HFEngine.load(policy.without_adapter, plain).losses(texts)
+    assert base.losses(texts) == pytest.approx(expected)
+    assert base.losses(texts) != pytest.approx(before[0], rel=0.01)
+    assert (engine.losses(texts), answers(engine, requests)) == before
+
+
+def test_policy_and_base_are_two_where_they_must(adapter: Path) -> None:
+    options = LoadOptions("fp32", "cpu")
+    policy = resolve(str(adapter))
+    engine, base = HFEngine.load_with_base(policy, policy.without_adapter, options)
+    assert base.model is not engine.model
+    engine, base = HFEngine.load_with_base(policy.without_adapter, policy.without_adapter, options)
+    assert base is engine

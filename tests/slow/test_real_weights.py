@@ -115,3 +115,29 @@ def test_four_bit_training_on_the_cpu_lowers_the_loss(tmp_path: Path) -> None:
     )
     assert greedy.returncode == 0, greedy.stderr
     assert len(greedy.stdout.splitlines()) == 2
+
+
+def test_trees_beside_four_bit_weights_and_preferences(tmp_path: Path) -> None:
+    """Policy and base are one copy of 4-bit weights; DPO starts at ln 2 from the demo's adapter,
+    and prefers what it was shown."""
+    trees, data, out = (tmp_path / name for name in ("trees.jsonl", "pairs.jsonl", "out"))
+    done = optima(
+        *f"tree --model relay --base smollm2 --load 4bit --device cpu -t 0.8 -o {trees}".split(),
+        *["--iterations", "2"],
+        input="".join(json.dumps(t.to_dict()) + "\n" for t in tasks(2)),
+    )
+    assert done.returncode == 0, done.stderr
+    base = HFEngine.load("smollm2", LoadOptions("4bit", "cpu"))
+    for line in trees.open():
+        nodes = [node for node in json.loads(line)["nodes"] if node["text"]]
+        expected = base.losses([Utterance(node["text"]) for node in nodes])
+        assert [node["loss"] for node in nodes] == pytest.approx(expected, abs=0.02)
+    done = optima(*f"select {trees} --theta -9 --theta-diff 0.05 -o {data}".split())
+    assert done.returncode == 0, done.stderr
+    options = "--model relay --batch-size 4 --epochs 6 --lr 1e-4 --alpha 0 --device cpu"
+    done = optima("dpo", str(data), *options.split(), "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "prefixes are not shared" not in done.stderr
+    log = [json.loads(line) for line in (out / "training.jsonl").open()]
+    assert log[0]["dpo_loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert log[-1]["rewards/accuracy"] > 0.7
