@@ -112,6 +112,7 @@ def our_trainer(policy: Any, made: list[Any], folder: Path, micro_tokens: int) -
     from dataclasses import replace
 
     from optima_lite.engines.loading import LoadOptions
+    from optima_lite.training.attention import in_blocks
     from optima_lite.training.common import training_arguments
     from optima_lite.training.dpo import DPOSettings, DPOTrainer, plan
     from optima_lite.training.run import RunDirectory
@@ -126,8 +127,9 @@ def our_trainer(policy: Any, made: list[Any], folder: Path, micro_tokens: int) -
         train_dataset=[{"step": step} for step in plan(made, settings)],
         data_collator=lambda items: items[0],
     )
-    trainer.prepare(settings, 0)
-    trainer.train()
+    with in_blocks(policy):
+        trainer.prepare(settings, 0)
+        trainer.train()
 
 
 def trl_trainer(policy: Any, made: list[Any], folder: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import SequentialSampler
 from transformers import set_seed
 
 from optima_lite.engines.loading import LoadOptions, ModelSpec, quiet
+from optima_lite.training.attention import in_blocks
 from optima_lite.training.common import (
     ScheduledTrainer,
     TrainSettings,
@@ -100,8 +102,9 @@ def train(
         callbacks=[RunLog(directory)],
     )
     resumed = directory.last_checkpoint() is not None
-    trainer.prepare(settings, tokenizer.pad_token_id or 0, resumed=resumed)
-    return complete(trainer, spec, tokenizer, directory)
+    with nullcontext() if obstacle else in_blocks(model):
+        trainer.prepare(settings, tokenizer.pad_token_id or 0, resumed=resumed)
+        return complete(trainer, spec, tokenizer, directory)
 
 
 #: How far log-probabilities may be apart, in nats a token. Rounding to bf16 costs some 0.01; a turn
@@ -122,7 +125,7 @@ def why_not_shared(model: Any, rows: Sequence[PairRow], pad: int) -> str | None:
     for lay in (parts, plain_parts):
         (part,) = lay([row], [0], 1)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), nullcontext() if lay is plain_parts else in_blocks(model):
                 sums, tokens = completion_logps(model, part.batch(pad).to(device), 2)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             if part.plain or "out of memory" in str(error).lower():

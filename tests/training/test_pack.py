@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 from tiny import ARCHS, STYLE_OF, tiny_model, tiny_tokenizer
 
+from optima_lite.training import attention
 from optima_lite.training.losses import completion_logps, dpo_loss
 from optima_lite.training.pack import Completion, Trie, collate
 
@@ -69,9 +71,16 @@ def test_a_trie_on_paper() -> None:
     assert sees == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5], [0, 1, 5, 6]]
 
 
+@pytest.fixture(params=[False, True], ids=["fused", "blocks"])
+def in_some_blocks(request, monkeypatch):
+    """A context for a model: as it is, or attending in blocks of 16 queries."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    return attention.in_blocks if request.param else lambda model: nullcontext()
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_logps_and_gradients_equal_a_loop(arch: str, seed: int) -> None:
+def test_logps_and_gradients_equal_a_loop(arch: str, seed: int, in_some_blocks) -> None:
     """Two rows, one of them padded; qwen2, gemma2 and mistral have biases, caps and windows."""
     rng = random.Random(seed)
     tokenizer = tiny_tokenizer(STYLE_OF[arch])
@@ -82,13 +91,37 @@ def test_logps_and_gradients_equal_a_loop(arch: str, seed: int) -> None:
     weights = torch.tensor([rng.uniform(-1, 1) for _ in every])
     expected = gradients(model, (exact * weights).sum())
     batch = collate([row_of(one) for one in families], pad=3)
-    sums, tokens = completion_logps(model, batch, len(every))
+    with in_some_blocks(model):
+        sums, tokens = completion_logps(model, batch, len(every))
     assert tokens.tolist() == [len(c.ids) - c.start for c in every]
     torch.testing.assert_close(sums, exact, rtol=1e-5, atol=1e-4)
     found = gradients(model, (sums * weights).sum())
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_blocks_are_used_where_the_fused_kernel_would_be(monkeypatch) -> None:
+    """And by nobody else: gemma2 caps its scores, which the fused kernel cannot."""
+    calls = []
+    real = attention.AttentionInterface().get_interface(attention.NAME, None)
+
+    def counting(*args, **kwargs):
+        calls.append(args[1].shape)
+        return real(*args, **kwargs)
+
+    monkeypatch.setitem(attention.AttentionInterface()._global_mapping, attention.NAME, counting)
+    for arch in ARCHS:
+        calls.clear()
+        tokenizer = tiny_tokenizer(STYLE_OF[arch])
+        model = tiny_model(arch, tokenizer)
+        row = row_of(family(random.Random(0), len(tokenizer)))
+        used = model.config._attn_implementation
+        with attention.in_blocks(model):
+            completion_logps(model, collate([row], 0), 5)
+        assert len(calls) == (0 if arch == "gemma2" else len(model.model.layers))
+        assert model.config._attn_implementation == used
+        assert attention.NAME not in model.config.to_json_string()
 
 
 def test_each_predicting_state_is_projected_once() -> None:
