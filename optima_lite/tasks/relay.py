@@ -177,8 +177,7 @@ def _task(
     split: str, seed: int, index: int, name: str | None, hops: int, distractors: int, agents: int
 ) -> Task:
     rng = random.Random(f"relay/{split}/{seed}/{index}")
-    drawn = rng.choice(list(FAMILIES))  # always: one id, one task, with and without a family
-    name = name or drawn
+    name = name or _family(split, seed, index)
     family = FAMILIES[name]
     fresh = _namer(rng, split)
     # Row 0 is the chain that the question asks for, the others lead somewhere else.
@@ -204,6 +203,15 @@ def _task(
         team="relay",
         meta={"family": name, "hops": hops, "chain": chains[0], "others": chains[1:]},
     )
+
+
+def _family(split: str, seed: int, index: int) -> str:
+    """The family of a task: each once in every six, in an order of its own, so that a round of
+    a dozen tasks has as much of one as of another."""
+    block, place = divmod(index, len(FAMILIES))
+    order = list(FAMILIES)
+    random.Random(f"relay/{split}/{seed}/families/{block}").shuffle(order)
+    return order[place]
 
 
 def _namer(rng: random.Random, split: str) -> Callable[[str], str]:

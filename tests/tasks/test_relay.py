@@ -98,8 +98,14 @@ def test_every_family_asks_what_it_answers(family, hops):
         assert solve(task, [f for c in task.contexts for f in c]) == (task.answers[0], hops)
 
 
-def test_all_families_are_drawn():
-    assert {task.meta["family"] for task in tasks(100)} == set(FAMILIES)
+def test_every_six_tasks_have_each_family_once():
+    orders = set()
+    for seed in range(3):
+        drawn = [task.meta["family"] for task in tasks(60, seed=seed)]
+        for start in range(0, 60, 6):
+            assert sorted(drawn[start : start + 6]) == sorted(FAMILIES)
+            orders.add(tuple(drawn[start : start + 6]))
+    assert len(orders) > 20
 
 
 @pytest.mark.parametrize(("hops", "agents"), [(2, 2), (3, 2), (3, 3)])
@@ -150,7 +156,7 @@ def test_a_task_depends_on_seed_split_and_index_alone():
     # A known one, so that released files stay reproducible across versions and machines.
     first = tasks(1)[0]
     assert first.id == "relay/train/team2x3-0-0"
-    assert first.question == "Who is the assistant of the coach of the team Vundica?"
+    assert first.question == "Who is the assistant of the coach of the team Gilton?"
     assert first.answers == ("Glaima Tandow",)
 
 
