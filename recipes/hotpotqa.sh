@@ -42,5 +42,5 @@ if [ "$METHOD" = isft_dpo ]; then
 fi
 
 train "$METHOD" hotpotqa \
-  "optima-lite tasks hotpotqa --shuffle ${TRAIN:+--source $TRAIN}" \
-  "optima-lite tasks hotpotqa --split validation ${TEST:+--source $TEST}"
+  "optima-lite tasks hotpotqa --shuffle ${TRAIN:+--source $(printf %q "$TRAIN")}" \
+  "optima-lite tasks hotpotqa --split validation ${TEST:+--source $(printf %q "$TEST")}"

@@ -52,8 +52,17 @@ isft_dpo() { train isft_dpo "$@"; }
 train() {
   local method=$1 name=$2 tasks=$3 test=$4
   DIR=${OUT:-runs/$name-seed$SEED}
-  OUT=$(printf %q "$DIR")  # as it stands in the command lines that are printed and run
-  BASE=${BASE:-$MODEL}
+  local number
+  for number in SEED ROUNDS HELD_OUT TASKS N TREES; do
+    if [[ ! ${!number:-0} =~ ^[0-9]+$ ]]; then
+      echo "error: $number is a whole number, not ${!number}" >&2
+      exit 2
+    fi
+  done
+  # As they stand in the command lines that are printed and run.
+  OUT=$(printf %q "$DIR")
+  BASE=$(printf %q "${BASE:-$MODEL}")
+  MODEL=$(printf %q "$MODEL")
   INIT_GEN=${INIT_GEN-${GEN:-}} INIT_SCORE=${INIT_SCORE-${SCORE:-}}
   INIT_SELECT=${INIT_SELECT-${SELECT:-}} INIT_SFT=${INIT_SFT-${SFT:-}}
   case $method in
@@ -94,15 +103,25 @@ train() {
 # compare — the last round of each method that was run in OUT, in one table.
 compare() {
   local method last files="$OUT/eval-start.jsonl $OUT/eval-init.jsonl"
-  local labels="--label start --label init"
+  local labels="--label start --label init" tasks found=""
+  tasks=$(lines "$DIR/test.jsonl")
   for method in isft idpo isft_dpo; do
-    last=$(ls "$DIR/$method" 2>/dev/null | sed -n 's/^eval-round\([0-9]*\)\.jsonl$/\1/p' | sort -n | tail -n 1)
+    last=$({ ls "$DIR/$method" 2>/dev/null || true; } | sed -n 's/^eval-round\([0-9]*\)\.jsonl$/\1/p' | sort -n | tail -n 1)
     [ -n "$last" ] || continue
+    if [ "$(lines "$DIR/$method/eval-round$last.jsonl")" != "$tasks" ]; then
+      echo "error: $method was not measured on all $tasks tasks of $DIR/test.jsonl: run it again" >&2
+      exit 1
+    fi
+    found=yes
     files+=" $OUT/$method/eval-round$last.jsonl"
     labels+=" --label $(title $method)-$last"
     printf '%s-%s: %s min\n' "$(title $method)" "$last" \
       "$(minutes "$DIR/times.tsv" "$DIR/$method/times.tsv")" >&2
   done
+  if [ -z "$found" ]; then
+    echo "error: no method was run in $DIR: begin with isft, idpo or isft_dpo" >&2
+    exit 1
+  fi
   run "optima-lite eval $files $labels"
 }
 
@@ -110,7 +129,7 @@ compare() {
 # with (Section 3.2, Algorithm 1) -> $OUT/init
 initialize() {
   TIMES=$DIR/times.tsv
-  if [ "$(cat "$DIR/test.jsonl" 2>/dev/null | wc -l)" -lt "$HELD_OUT" ]; then
+  if [ "$(lines "$DIR/test.jsonl")" -lt "$HELD_OUT" ]; then
     run "$2 --limit $HELD_OUT --seed $SEED --overwrite -o $OUT/test.jsonl"
   fi
   evaluate "$MODEL" "$OUT/eval-start.jsonl"
@@ -153,8 +172,11 @@ run() {
   printf '%d\t%s\n' $((SECONDS - started)) "$1" >> "${TIMES:-/dev/null}"
 }
 
+# lines FILE — how many it has, 0 where it is not there.
+lines() { { cat "$1" 2>/dev/null || true; } | wc -l; }
+
 # minutes FILE… — the sum of times files.
-minutes() { cat "$@" 2>/dev/null | awk -F '\t' '{ s += $1 } END { printf "%.1f", s / 60 }'; }
+minutes() { { cat "$@" 2>/dev/null || true; } | awk -F '\t' '{ s += $1 } END { printf "%.1f", s / 60 }'; }
 
 title() { case $1 in isft) echo iSFT ;; idpo) echo iDPO ;; isft_dpo) echo iSFT-DPO ;; esac; }
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-# Writes as many lines as --limit says to -o (sft and dpo make a directory) and logs its command
-# line. Dies in the middle of the command that STUB_KILL names.
+# Writes as many lines as --limit says, or as its input file has, to -o (sft and dpo make a
+# directory), and logs its command line. Dies in the middle of the command that STUB_KILL names.
 STUB = """#!/usr/bin/env bash
 line=$(printf '%q ' "$@")
 printf '%s\\n' "$line" >> "$STUB_LOG"  # in one write: the commands of a pipe run side by side
 command=$1 limit=1 out=/dev/stdout
+[ -f "${2:-}" ] && limit=$(wc -l < "$2")
 while [ $# -gt 0 ]; do
   case $1 in --limit) limit=$2 ;; -o) out=$2 ;; esac
   shift
@@ -130,6 +131,37 @@ def test_debate_trains_from_the_base_and_prefers_from_the_last_model(recipe, tmp
     assert models(lines, "dpo") == ["isft_dpo/round1"]
     talking = [m for m in models(lines, "gen") if m != "relay"]
     assert talking[-2:] == ["isft_dpo/round2", "isft_dpo/round3"]
+
+
+def test_compare_takes_what_was_run_on_all_tasks(recipe, tmp_path) -> None:
+    out = tmp_path / "out"
+    done, lines = recipe("relay", "compare", OUT=out)
+    assert (done.returncode, lines) == (1, [])
+    assert "error: no method was run in" in done.stderr
+    recipe("relay", "idpo", OUT=out, ROUNDS=1, **SMALL)
+    done, lines = recipe("relay", "compare", OUT=out)
+    assert (done.returncode, steps(lines)) == (0, ["eval"]), done.stderr
+    assert "idpo/eval-round1.jsonl" in lines[0]
+    recipe("relay", "isft", OUT=out, ROUNDS=1, **SMALL | {"HELD_OUT": 5})
+    done, lines = recipe("relay", "compare", OUT=out)
+    assert (done.returncode, lines) == (1, [])
+    assert "idpo was not measured on all 5 tasks" in done.stderr
+
+
+def test_models_and_files_may_have_spaces_and_numbers_are_checked(recipe, tmp_path) -> None:
+    done, lines = recipe(
+        "hotpotqa", "idpo", OUT=tmp_path / "o", SCALE="tiny", ROUNDS=1, MODEL="my model",
+        TRAIN="a b.json", TEST="c; d.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert any("--model my\\ model" in line for line in lines)
+    assert any("--base my\\ model" in line for line in lines)
+    assert {w for line in lines for w in (r"a\ b.json", r"c\;\ d.json") if w in line} == {
+        r"a\ b.json", r"c\;\ d.json",
+    }  # fmt: skip
+    done, lines = recipe("relay", "isft", OUT=tmp_path / "p", HELD_OUT="abc")
+    assert (done.returncode, lines) == (2, [])
+    assert "HELD_OUT is a whole number, not abc" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["gen", "tree", "dpo", "sft"])

@@ -31,6 +31,9 @@ class Finite(click.FloatRange):
             self.fail(f"{value} is not a finite number", param, ctx)
         return number
 
+    def _describe_range(self) -> str:
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
 
 input_argument = click.argument("input", default="-", metavar="[INPUT]")
 

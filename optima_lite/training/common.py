@@ -91,6 +91,9 @@ def complete(
     for module in ("trainer", "trainer_utils"):  # they comment on checkpoints
         logging.getLogger(f"transformers.{module}").setLevel(logging.ERROR)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trained = (p for p in trainer.model.parameters() if p.requires_grad)
+    if not all(bool(torch.isfinite(p).all()) for p in trained):
+        raise TrainingError("the last step left weights that are not finite: lower --lr")
     trainer.save_model(str(directory.model))
     if trainer.is_world_process_zero():
         save(trainer, spec, tokenizer, directory)
@@ -179,6 +182,7 @@ def training_arguments(
         save_total_limit=2,
         logging_strategy="steps",
         logging_steps=1,
+        logging_nan_inf_filter=False,  # it would call the loss of a diverged step 0
         seed=settings.seed,
         report_to="none",
         disable_tqdm=True,

@@ -7,6 +7,7 @@ training is complete. OUT.partial holds checkpoints; `--resume` goes on from the
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -19,7 +20,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from optima_lite.errors import OutputError, SettingError
+from optima_lite.errors import OutputError, SettingError, TrainingError
 from optima_lite.jsonl import require_same
 
 SETTINGS = "optima_lite.json"
@@ -75,6 +76,11 @@ class RunDirectory:
         # stop came between the renaming of the finished model and the removal of what it left.
         if finished and (not unfinished or _settings(self.out) == settings):
             require_same(_settings(self.out), settings, str(self.out))
+            if unfinished and _settings(self.partial) != settings:
+                raise OutputError(
+                    f"{self.out} is finished, and {self.partial} is an unfinished run with other "
+                    "settings: remove it, or resume it with its own"
+                )
             shutil.rmtree(self.partial, ignore_errors=True)
             return
         if resume and unfinished:
@@ -142,6 +148,11 @@ class RunLog(TrainerCallback):
     ) -> None:
         if logs and "loss" in logs:
             self._bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+            # The gradient may be inf now and then in fp16: the scaler leaves such steps out.
+            if not all(math.isfinite(float(v)) for k, v in logs.items() if k != "grad_norm"):
+                raise TrainingError(
+                    f"the loss of step {state.global_step} is not finite: lower --lr"
+                )
         if state.is_world_process_zero:
             self.write(self._directory.partial / LOG, state)
 

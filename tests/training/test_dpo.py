@@ -493,6 +493,28 @@ def test_the_command(tiny_dir: Path, tmp_path: Path) -> None:
     assert "beta was 0.1, now 0.2" in str(other.exception)
 
 
+@pytest.mark.parametrize("epochs", ["1", "3"])
+def test_a_run_that_diverges_is_not_finished(tiny_dir: Path, tmp_path: Path, epochs: str) -> None:
+    """Found by the loss of the next step, or after the last step by the weights."""
+    out = tmp_path / "out"
+    result = invoke(tiny_dir, tmp_path, "-o", str(out), "--lr", "1e30", "--epochs", epochs)
+    assert isinstance(result.exception, TrainingError)
+    assert "not finite: lower --lr" in str(result.exception)
+    assert not out.exists()
+
+
+def test_resume_leaves_an_unfinished_run_with_other_settings_alone(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    out = run(tiny_dir, tmp_path / "out")
+    other = RunDirectory(out)
+    other.open({"other": 1}, resume=False, overwrite=True)
+    with pytest.raises(OutputError, match="is an unfinished run with other settings"):
+        run(tiny_dir, out, resume=True)
+    assert other.partial.exists()
+    assert out.exists()
+
+
 def test_a_dry_run_shows_a_pair(tiny_dir: Path, tmp_path: Path) -> None:
     result = invoke(tiny_dir, tmp_path, "--dry-run")
     assert result.exit_code == 0, result.output
