@@ -34,32 +34,13 @@ from optima_lite.records import Pair
     help="Weight of the chosen turn's likelihood, per token (RPO); 0 is DPO alone, as in iSFT-DPO.",
 )
 @click.option(
-    "--lr",
-    type=options.Finite(min=0, min_open=True),
-    help="Peak learning rate.  [default: 5e-7, with LoRA 5e-6]",
-)
-@click.option(
-    "--epochs",
-    type=options.Finite(min=0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="Passes over the pairs.",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Pairs per optimiser step.",
-)
-@click.option(
     "--micro-tokens",
     type=click.IntRange(min=1),
     default=1024,
     show_default=True,
     help="Tokens computed at once; changes memory, not the result.",
 )
-@training.common_options
+@training.common_options("pairs", full_lr=5e-7, lora_lr=5e-6, epochs=1.0, batch_size=64)
 @options.loading_options
 def command(
     input: str,
@@ -67,9 +48,6 @@ def command(
     model: str,
     beta: float,
     alpha: float,
-    lr: float | None,
-    epochs: float,
-    batch_size: int,
     micro_tokens: int,
     target: training.Target,
     common: dict[str, Any],
@@ -96,9 +74,6 @@ def command(
     settings = dpo.DPOSettings(
         beta=beta,
         alpha=alpha,
-        lr=lr if lr is not None else (5e-6 if common["tune"] == "lora" else 5e-7),
-        epochs=epochs,
-        batch_size=batch_size,
         micro_tokens=micro_tokens,
         **common,
     )

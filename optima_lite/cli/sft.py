@@ -20,40 +20,18 @@ from optima_lite.records import Example
 @options.skip_bad_option
 @training.start_option
 @click.option(
-    "--lr",
-    type=options.Finite(min=0, min_open=True),
-    help="Peak learning rate.  [default: 2e-5, with LoRA 2e-4]",
-)
-@click.option(
-    "--epochs",
-    type=options.Finite(min=0, min_open=True),
-    default=3.0,
-    show_default=True,
-    help="Passes over the examples.",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=32,
-    show_default=True,
-    help="Examples per optimiser step.",
-)
-@click.option(
     "--micro-batch-size",
     type=click.IntRange(min=1),
     default=4,
     show_default=True,
     help="Examples computed at once; changes memory, not the result.",
 )
-@training.common_options
+@training.common_options("examples", full_lr=2e-5, lora_lr=2e-4, epochs=3.0, batch_size=32)
 @options.loading_options
 def command(
     input: str,
     skip_bad: bool,
     model: str,
-    lr: float | None,
-    epochs: float,
-    batch_size: int,
     micro_batch_size: int,
     target: training.Target,
     common: dict[str, Any],
@@ -81,9 +59,6 @@ def command(
     from optima_lite.training.encode import audit
 
     settings = TrainSettings(
-        lr=lr if lr is not None else (2e-4 if common["tune"] == "lora" else 2e-5),
-        epochs=epochs,
-        batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         **common,
     )

@@ -56,43 +56,80 @@ target_options = options.together(
     ),
 )
 
-#: How to train, `common`: keyword arguments of the settings of either command.
-common_options = options.together(
-    "common",
-    lambda lora_r, **rest: {"lora_r": lora_r, "lora_alpha": 2 * lora_r, **rest},
-    tune=click.option(
+
+def common_options(
+    things: str, *, full_lr: float, lora_lr: float, epochs: float, batch_size: int
+) -> Callable[[Any], Any]:
+    """How to train, `common`: keyword arguments of the settings of either command.
+
+    `things` are what is trained on; the numbers are the command's defaults.
+    """
+
+    def make(lr: float | None, tune: str, lora_r: int, **rest: Any) -> dict[str, Any]:
+        lr = lr if lr is not None else (lora_lr if tune == "lora" else full_lr)
+        return {"lr": lr, "tune": tune, "lora_r": lora_r, "lora_alpha": 2 * lora_r, **rest}
+
+    plan = {
+        "lr": click.option(
+            "--lr",
+            type=options.Finite(min=0, min_open=True),
+            help=f"Peak learning rate.  [default: {full_lr:.0e}, with LoRA {lora_lr:.0e}]".replace(
+                "e-0", "e-"
+            ),
+        ),
+        "epochs": click.option(
+            "--epochs",
+            type=options.Finite(min=0, min_open=True),
+            default=epochs,
+            show_default=True,
+            help=f"Passes over the {things}.",
+        ),
+        "batch_size": click.option(
+            "--batch-size",
+            type=click.IntRange(min=1),
+            default=batch_size,
+            show_default=True,
+            help=f"{things.capitalize()} per optimiser step.",
+        ),
+    }
+    return options.together("common", make, **plan, **_SHARED)
+
+
+#: What has the same defaults for both.
+_SHARED: dict[str, Callable[[Any], Any]] = {
+    "tune": click.option(
         "--tune",
         type=click.Choice(["lora", "full"]),
         default="lora",
         show_default=True,
         help="Train an adapter, or all weights.",
     ),
-    max_length=click.option(
+    "max_length": click.option(
         "--max-length",
         type=click.IntRange(min=16),
         default=4096,
         show_default=True,
         help="Tokens of a conversation; partners' oldest turns are cut to fit.",
     ),
-    lora_r=click.option(
+    "lora_r": click.option(
         "--lora-r",
         type=click.IntRange(min=1),
         default=16,
         show_default=True,
         help="Rank of a new adapter, on all linear layers; alpha is twice the rank.",
     ),
-    gradient_checkpointing=click.option(
+    "gradient_checkpointing": click.option(
         "--gradient-checkpointing", is_flag=True, help="Less memory for a third more time."
     ),
-    checkpoint_every=click.option(
+    "checkpoint_every": click.option(
         "--checkpoint-every",
         type=click.IntRange(min=1),
         default=50,
         show_default=True,
         help="Steps between checkpoints for --resume.",
     ),
-    seed=options.seed_option,
-)
+    "seed": options.seed_option,
+}
 
 start_option = options.model_option(
     "What to start from; an adapter is trained further. See gen --help for names.", required=True
