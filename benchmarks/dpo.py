@@ -109,24 +109,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def our_trainer(policy: Any, made: list[Any], folder: Path, micro_tokens: int) -> None:
-    from dataclasses import replace
-
     from optima_lite.engines.loading import LoadOptions
     from optima_lite.training.attention import in_blocks
-    from optima_lite.training.common import training_arguments
-    from optima_lite.training.dpo import DPOSettings, DPOTrainer, plan
+    from optima_lite.training.dpo import DPOSettings, make_trainer, plan
     from optima_lite.training.run import RunDirectory
 
     settings = DPOSettings(batch_size=len(made), alpha=0.0, micro_tokens=micro_tokens)
     directory = RunDirectory(folder / "out")
     directory.open({}, resume=False, overwrite=False)
-    one = replace(settings, batch_size=1, micro_batch_size=1)
-    trainer = DPOTrainer(
-        model=policy,
-        args=training_arguments(one, LoadOptions("bf16", "cpu"), directory),
-        train_dataset=[{"step": step} for step in plan(made, settings)],
-        data_collator=lambda items: items[0],
-    )
+    steps = plan(made, settings)
+    trainer = make_trainer(policy, steps, settings, LoadOptions("bf16", "cpu"), directory)
     with in_blocks(policy):
         trainer.prepare(settings, 0)
         trainer.train()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -204,6 +205,14 @@ def save(trainer: Trainer, spec: ModelSpec, tokenizer: Any, directory: RunDirect
         (directory.model / leftover).unlink(missing_ok=True)  # a pickle; a model card without facts
     RunLog.write(directory.model / LOG, trainer.state)
     directory.finish()
+
+
+def data_digest(contents: Iterable[object]) -> str:
+    """A fingerprint of what is trained, for the settings guard of --resume."""
+    digest = hashlib.blake2b(digest_size=8)
+    for content in contents:
+        digest.update(repr(content).encode())
+    return digest.hexdigest()
 
 
 def common_settings(spec: ModelSpec, options: LoadOptions) -> dict[str, Any]:

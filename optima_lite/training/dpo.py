@@ -11,7 +11,6 @@ loss is ln 2 exactly.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from optima_lite.training.common import (
     TrainSettings,
     common_settings,
     complete,
+    data_digest,
     prepare_model,
     processes,
     share_of,
@@ -63,14 +63,6 @@ def plan(
     return steps(rows, share, s.epochs, s.micro_tokens, s.seed, plain=plain)
 
 
-def data_digest(rows: Sequence[PairRow]) -> str:
-    """A fingerprint of what is trained, for the settings guard of --resume."""
-    digest = hashlib.blake2b(digest_size=8)
-    for row in rows:
-        digest.update(repr((row.chosen, row.rejected)).encode())
-    return digest.hexdigest()
-
-
 def train(
     rows: Sequence[PairRow],
     spec: ModelSpec,
@@ -92,19 +84,30 @@ def train(
     if obstacle:
         say(f"prefixes are not shared, every turn gets a row of its own: {obstacle}")
     made = plan(rows, settings, plain=bool(obstacle))
+    trainer = make_trainer(model, made, settings, options, directory)
+    resumed = directory.last_checkpoint() is not None
+    with nullcontext() if obstacle else in_blocks(model):
+        trainer.prepare(settings, tokenizer.pad_token_id or 0, resumed=resumed)
+        return complete(trainer, spec, tokenizer, directory)
+
+
+def make_trainer(
+    model: Any,
+    made: Sequence[list[Part]],
+    settings: DPOSettings,
+    options: LoadOptions,
+    directory: RunDirectory,
+) -> DPOTrainer:
+    """The trainer of these steps; `prepare` must be called before `train`."""
     # One item of the data is one step of one process; DPOTrainer cuts it into parts itself.
     one = replace(settings, batch_size=processes(), micro_batch_size=1, epochs=1)
-    trainer = DPOTrainer(
+    return DPOTrainer(
         model=model,
         args=training_arguments(one, options, directory),
         train_dataset=[{"step": step} for step in made],
         data_collator=lambda items: items[0],
         callbacks=[RunLog(directory)],
     )
-    resumed = directory.last_checkpoint() is not None
-    with nullcontext() if obstacle else in_blocks(model):
-        trainer.prepare(settings, tokenizer.pad_token_id or 0, resumed=resumed)
-        return complete(trainer, spec, tokenizer, directory)
 
 
 #: How far log-probabilities may be apart, in nats a token. Rounding to bf16 costs some 0.01; a turn
@@ -250,6 +253,6 @@ def resolved_settings(
         "command": "dpo",
         **common_settings(spec, options),
         "pairs": len(rows),
-        "data": data_digest(rows),
+        "data": data_digest((row.chosen, row.rejected) for row in rows),
         **asdict(settings),
     }

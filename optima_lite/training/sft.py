@@ -5,7 +5,6 @@ optima-lite sft examples.jsonl --model relay -o round1
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,20 +19,13 @@ from optima_lite.training.common import (
     TrainSettings,
     common_settings,
     complete,
+    data_digest,
     prepare_model,
     training_arguments,
 )
 from optima_lite.training.encode import IGNORED, Row
 from optima_lite.training.losses import sft_loss, trained_logits
 from optima_lite.training.run import RunDirectory, RunLog
-
-
-def data_digest(rows: Sequence[Row]) -> str:
-    """A fingerprint of what is trained, for the settings guard of --resume."""
-    digest = hashlib.blake2b(digest_size=8)
-    for row in rows:
-        digest.update(repr((row.ids, row.spans)).encode())
-    return digest.hexdigest()
 
 
 def train(
@@ -117,6 +109,6 @@ def resolved_settings(
         "command": "sft",
         **common_settings(spec, options),
         "examples": len(rows),
-        "data": data_digest(rows),
+        "data": data_digest((row.ids, row.spans) for row in rows),
         **asdict(settings),
     }

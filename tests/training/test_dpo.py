@@ -24,10 +24,10 @@ from optima_lite.engines.loading import LoadOptions, load_tokenizer, resolve
 from optima_lite.errors import OutputError, TrainingError
 from optima_lite.records import Pair
 from optima_lite.training import dpo
-from optima_lite.training.common import training_arguments
 from optima_lite.training.dpo import (
     DPOSettings,
     DPOTrainer,
+    make_trainer,
     plan,
     resolved_settings,
     train,
@@ -102,14 +102,7 @@ def trainer_of(
 ) -> DPOTrainer:
     directory = RunDirectory(out)
     directory.open({}, resume=False, overwrite=False)
-    one = replace(s, batch_size=1, micro_batch_size=1, epochs=1)
-    trainer = DPOTrainer(
-        model=model,
-        args=training_arguments(one, FP32, directory),
-        train_dataset=[{"step": step} for step in plan(rows, s, plain=plain)],
-        data_collator=lambda items: items[0],
-        callbacks=[RunLog(directory)],
-    )
+    trainer = make_trainer(model, plan(rows, s, plain=plain), s, FP32, directory)
     trainer.prepare(s, pad, resumed=resumed)
     return trainer
 
