@@ -39,9 +39,14 @@ def block_attention(
     else (another mask, a bias, dropout) is left to the fused kernel.
     """
     tokens = query.shape[2]
-    square = attention_mask is not None and attention_mask.shape[-2:] == (tokens, key.shape[2])
     special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
-    if attention_mask is None or not square or special or dropout:
+    if (
+        attention_mask is None
+        or not attention_mask.is_floating_point()  # true and false are not to be added
+        or attention_mask.shape[-2:] != (tokens, key.shape[2])
+        or special
+        or dropout
+    ):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

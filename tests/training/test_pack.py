@@ -124,6 +124,20 @@ def test_blocks_are_used_where_the_fused_kernel_would_be(monkeypatch) -> None:
         assert attention.NAME not in model.config.to_json_string()
 
 
+def test_masks_that_cannot_be_added_are_left_to_the_fused_kernel() -> None:
+    """As transformers makes them of padding: true where a token may look."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 9, 8, generator=generator) for _ in range(3))
+    seen = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
+    module = torch.nn.Module()
+    said, _ = attention.block_attention(module, query, key, value, seen)
+    additive = torch.zeros(2, 1, 9, 9).masked_fill(~seen, torch.finfo(torch.float32).min)
+    same, _ = attention.block_attention(module, query, key, value, additive)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    torch.testing.assert_close(said, expected.transpose(1, 2))
+    torch.testing.assert_close(same, expected.transpose(1, 2))
+
+
 def test_each_predicting_state_is_projected_once() -> None:
     tokenizer = tiny_tokenizer("llama3")
     model = tiny_model("llama", tokenizer)
