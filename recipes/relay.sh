@@ -9,6 +9,7 @@
 #
 # Killed? Run it again: it goes on where it stopped. Results are in runs/relay-seed$SEED.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+METHOD=${1:-isft}
 
 MODEL=${MODEL:-relay}       # SmolLM2-135M-Instruct with an adapter that makes it wordy and fallible
 BASE=${BASE:-smollm2}       # whose losses keep the language readable
@@ -29,6 +30,8 @@ SFT="--epochs 2 --batch-size 8 --lr 3e-4"
 PAIRS=${PAIRS:-}
 # Some 80 pairs: more steps and larger ones than the paper's. β is the paper's for 2WikiMultiHopQA;
 # with 0.1 these steps lead to repetition (docs/log.md).
-DPO=${DPO:-"--beta 0.5 --epochs 2 --batch-size 8 $([ "${1:-isft}" = isft_dpo ] && echo "--lr 1e-4 --alpha 0" || echo "--lr 2e-4")"}
+rate="--lr 2e-4"
+[ "$METHOD" != isft_dpo ] || rate="--lr 1e-4 --alpha 0"
+DPO=${DPO:-"--beta 0.5 --epochs 2 --batch-size 8 $rate"}
 
-train "${1:-isft}" relay "optima-lite tasks relay" "optima-lite tasks relay --split test"
+train "$METHOD" relay "optima-lite tasks relay" "optima-lite tasks relay --split test"

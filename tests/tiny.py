@@ -10,6 +10,7 @@ Their end-of-turn token is made likely, so that random models hold conversations
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,16 @@ def tiny_model(arch: str, tokenizer: Any, seed: int = 0, context: int = 1024) ->
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.eval()
+
+
+def plain_logps(model: Any, completions: Sequence[Any]) -> torch.Tensor:
+    """Summed log-probabilities [completions]: one forward pass a sequence, every position
+    projected, nothing shared."""
+    out = []
+    for c in completions:
+        logps = model(torch.tensor([c.ids])).logits[0].log_softmax(-1)
+        out.append(sum(logps[i - 1, c.ids[i]] for i in range(c.start, len(c.ids))))
+    return torch.stack(out)
 
 
 def make_talkative(model: Any, end_of_turn: int, scale: float = 4.0) -> Any:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tiny import ARCHS, STYLE_OF, tiny_model, tiny_tokenizer
+from tiny import ARCHS, STYLE_OF, plain_logps, tiny_model, tiny_tokenizer
 from transformers import MambaConfig, MambaForCausalLM
 
 from optima_lite.chat import ChatEncoder
@@ -71,19 +71,14 @@ def rows_for(style: str) -> tuple[list[PairRow], Any]:
     return encode(pairs(), ChatEncoder(tokenizer), 500)[0], tokenizer
 
 
-def plain_logps(model: Any, rows: list[PairRow]) -> torch.Tensor:
+def pair_logps(model: Any, rows: list[PairRow]) -> torch.Tensor:
     """[pairs, 2], one forward pass a sequence."""
-    out = []
-    for row in rows:
-        for side in (row.chosen, row.rejected):
-            logps = model(torch.tensor([side.ids])).logits[0].log_softmax(-1)
-            wanted = range(side.start, len(side.ids))
-            out.append(sum(logps[i - 1, side.ids[i]] for i in wanted))
-    return torch.stack(out).view(-1, 2)
+    sides = [side for row in rows for side in (row.chosen, row.rejected)]
+    return plain_logps(model, sides).view(-1, 2)
 
 
 def plain_loss(model: Any, reference: torch.Tensor, rows: list[PairRow], s: Any) -> torch.Tensor:
-    logps = plain_logps(model, rows)
+    logps = pair_logps(model, rows)
     ratios = logps - reference
     dpo_part = -torch.log(torch.sigmoid(s.beta * (ratios[:, 0] - ratios[:, 1])))
     tokens = torch.tensor([len(r.chosen.ids) - r.chosen.start for r in rows])
@@ -342,7 +337,7 @@ def test_the_first_step_is_its_own_reference(batch_size: int, tmp_path: Path) ->
         if not resumed:
             torch.manual_seed(0)
             model = tiny_model("llama", tokenizer)
-            expected = plain_logps(model, rows).detach()
+            expected = pair_logps(model, rows).detach()
             found = torch.stack([trainer.reference[i] for i in range(6)])
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert runs[0] == pytest.approx(runs[1], abs=1e-6)
@@ -402,7 +397,7 @@ def test_a_model_without_attention_trains_on_plain_rows(tmp_path: Path) -> None:
     entries = log(tmp_path / "out")
     assert entries[0]["dpo_loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert entries[-1]["dpo_loss"] < entries[0]["dpo_loss"]
-    expected = plain_logps(mamba.eval(), rows).detach()[:, 0].mean()
+    expected = pair_logps(mamba.eval(), rows).detach()[:, 0].mean()
     assert entries[0]["logps/chosen"] == pytest.approx(float(expected), abs=1e-3)
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tiny import ARCHS, STYLE_OF, tiny_model, tiny_tokenizer
+from tiny import ARCHS, STYLE_OF, plain_logps, tiny_model, tiny_tokenizer
 
 from optima_lite.training import attention
 from optima_lite.training.losses import completion_logps, dpo_loss
@@ -25,15 +25,6 @@ def family(rng: random.Random, vocabulary: int) -> list[Completion]:
     made = [Completion(p + words(1, 25), len(p)) for p in (prompt, prompt, longer, longer)]
     twin = [*made[0].ids[:-1], rng.randrange(vocabulary)]  # differs in its last token at most
     return [*made, Completion(twin, len(prompt))]
-
-
-def loop(model, completions: list[Completion]) -> torch.Tensor:
-    """One forward pass a sequence, every position projected."""
-    out = []
-    for c in completions:
-        logps = model(torch.tensor([c.ids])).logits[0].log_softmax(-1)
-        out.append(sum(logps[i - 1, c.ids[i]] for i in range(c.start, len(c.ids))))
-    return torch.stack(out)
 
 
 def row_of(completions: list[Completion]) -> Trie:
@@ -87,7 +78,7 @@ def test_logps_and_gradients_equal_a_loop(arch: str, seed: int, in_some_blocks) 
     model = tiny_model(arch, tokenizer).train()
     families = [family(rng, len(tokenizer)) for _ in range(2)]
     every = [c for one in families for c in one]
-    exact = loop(model, every)
+    exact = plain_logps(model, every)
     weights = torch.tensor([rng.uniform(-1, 1) for _ in every])
     expected = gradients(model, (exact * weights).sum())
     batch = collate([row_of(one) for one in families], pad=3)
