@@ -19,6 +19,7 @@ R = TypeVar("R", bound="Record")
 
 SETTINGS = ("exchange", "debate")
 METRICS = ("f1", "exact")
+ROLES = ("system", "user", "assistant")
 #: How a conversation can end; only the first two are whole conversations.
 ENDS = ("agreement", "turn_limit", "turn_cut", "context_full", "engine_error")
 WHOLE_ENDS = ("agreement", "turn_limit")
@@ -237,8 +238,10 @@ class Example(Record):
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
                     raise InputError(f'"messages[{i}].{key}" is missing or not text')
-            if message["role"] not in ("system", "user", "assistant"):
+            if message["role"] not in ROLES:
                 raise InputError(f'"messages[{i}].role" is {message["role"]!r}')
+        if not any(m["role"] == "assistant" and m["content"].strip() for m in self.messages):
+            raise InputError("no assistant message with text: this would train nothing")
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,8 @@ class Node(Record):
     def check(self) -> None:
         if self.stop not in STOPS:
             raise InputError(f'"stop" is {self.stop!r}, not one of {", ".join(STOPS)}')
+        if self.tokens < 0 or self.visits < 0:
+            raise InputError('"tokens" or "visits" is negative')
 
 
 @dataclass(frozen=True)
@@ -296,14 +301,22 @@ class Tree(Record):
     extra: dict[str, Any] = _extra()
 
     def check(self) -> None:
+        if self.id != self.task.id:
+            raise InputError(f'"id" is {self.id!r}, but the task is {self.task.id!r}')
         if not self.nodes or self.nodes[0].parent is not None:
             raise InputError('"nodes" must begin with the root, whose parent is null')
         names = {agent.name for agent in self.team.agents}
+        speakers: dict[int, str] = {}  # who speaks after a node
         for i, node in enumerate(self.nodes[1:], start=1):
             if node.parent is None or not 0 <= node.parent < i:
                 raise InputError(f'"nodes[{i}].parent" must be an earlier node')
             if node.agent not in names:
                 raise InputError(f'"nodes[{i}].agent" is {node.agent!r}, who is not in the team')
+            if speakers.setdefault(node.parent, node.agent) != node.agent:
+                raise InputError(
+                    f'"nodes[{i}].agent" is {node.agent!r}, but a sibling is by '
+                    f"{speakers[node.parent]!r}"
+                )
         for i, leaf in enumerate(self.trajectories):
             if not 0 <= leaf.node < len(self.nodes):
                 raise InputError(f'"trajectories[{i}].node" is no node')
@@ -338,7 +351,15 @@ class Pair(Record):
             for i, message in enumerate(messages):
                 if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                     raise InputError(f'"{name}[{i}]" needs role and content, both text')
-        if self.chosen == self.rejected:
+                if message["role"] not in ROLES:
+                    raise InputError(f'"{name}[{i}].role" is {message["role"]!r}')
+        for name in ("chosen", "rejected"):
+            messages = getattr(self, name)
+            if len(messages) != 1 or messages[0]["role"] != "assistant":
+                raise InputError(f'"{name}" must be one message, of the role assistant')
+            if not messages[0]["content"].strip():
+                raise InputError(f'"{name}" is a turn without text')
+        if self.chosen[0]["content"].strip() == self.rejected[0]["content"].strip():
             raise InputError('"chosen" and "rejected" are the same turn')
 
 

@@ -34,7 +34,7 @@ def best_of(group: Sequence[Trajectory]) -> Trajectory | None:
 def top_share(rewards: Sequence[float], share: float) -> list[int]:
     """Indices, ascending, of the ⌈share · n⌉ highest rewards; of equals the earlier ones."""
     # Rounded first: 0.07 * 100 is a hair above 7 in binary, and must not become 8.
-    keep = math.ceil(round(share * len(rewards), 9))
+    keep = min(max(math.ceil(round(share * len(rewards), 9)), 1), len(rewards))
     ranked = sorted(range(len(rewards)), key=lambda i: (-rewards[i], i))
     return sorted(ranked[:keep])
 

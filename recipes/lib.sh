@@ -25,7 +25,9 @@
 #
 # Every step writes one file or directory and can be killed at any time: gen, score, tree, sft and dpo
 # resume, select and tasks write whole files. Commands are printed as they run. In an OUT that is
-# there, ROUNDS and HELD_OUT may grow; with other settings the recipe refuses to go on.
+# there, ROUNDS and HELD_OUT may grow. Other settings may change until a result has come of them: a
+# mistyped MODEL until something was measured, SFT until the first model is trained. From then on
+# the recipe refuses to go on with others.
 
 set -euo pipefail
 
@@ -74,9 +76,10 @@ train() {
   esac
 
   mkdir -p "$DIR/$method"
-  same_settings "$DIR/settings.txt" "$tasks" "$test" \
-    MODEL BASE SEED LOAD TUNE EVAL_GEN TASKS N INIT_GEN INIT_SCORE INIT_SELECT INIT_SFT
-  same_settings "$DIR/$method/settings.txt" "" "" GEN SCORE $uses
+  same_settings "$DIR/settings.txt" "$DIR/eval-start.jsonl" "$test" MODEL BASE SEED LOAD EVAL_GEN
+  same_settings "$DIR/init-settings.txt" "$DIR/init" "$tasks" \
+    TUNE TASKS N INIT_GEN INIT_SCORE INIT_SELECT INIT_SFT
+  same_settings "$DIR/$method/settings.txt" "$DIR/$method/round1" "" GEN SCORE $uses
   initialize "$tasks" "$test"
 
   local round from model=$OUT/init here=$OUT/$method
@@ -129,6 +132,7 @@ compare() {
 # with (Section 3.2, Algorithm 1) -> $OUT/init
 initialize() {
   TIMES=$DIR/times.tsv
+  [ -e "$DIR/eval-start.jsonl" ] || rm -f "$DIR/test.jsonl"  # it may be another seed's
   if [ "$(lines "$DIR/test.jsonl")" -lt "$HELD_OUT" ]; then
     run "$2 --limit $HELD_OUT --seed $SEED --overwrite -o $OUT/test.jsonl"
   fi
@@ -180,16 +184,16 @@ minutes() { { cat "$@" 2>/dev/null || true; } | awk -F '\t' '{ s += $1 } END { p
 
 title() { case $1 in isft) echo iSFT ;; idpo) echo iDPO ;; isft_dpo) echo iSFT-DPO ;; esac; }
 
-# same_settings FILE TASKS_COMMAND TEST_COMMAND VARIABLE… — keep what shapes the results in FILE, and
-# stop where a run with other settings would go on in the same directory.
+# same_settings FILE RESULT TASKS_COMMAND VARIABLE… — keep in FILE what shapes RESULT, and stop where
+# a run would go on from RESULT with other settings.
 same_settings() {
-  local file=$1 tasks=$2 test=$3 name now
+  local file=$1 result=$2 tasks=$3 name now
   shift 3
   now=$(
     for name in "$@"; do printf '%s=%s\n' "$name" "${!name:-}"; done
-    printf '%s\n' "$tasks" "$test"
+    printf '%s\n' "$tasks"
   )
-  if [ ! -e "$file" ]; then
+  if [ ! -e "$file" ] || [ ! -e "$result" ]; then
     printf '%s\n' "$now" > "$file"
   elif ! diff "$file" - <<< "$now" >&2; then
     echo "error: ${file%/*} was made with other settings (<): set OUT to another directory" >&2

@@ -191,15 +191,42 @@ def test_unknown_methods_and_other_settings_are_refused(recipe, tmp_path) -> Non
     assert (done.returncode, lines) == (2, [])
     assert "ppo is not a method" in done.stderr
     recipe("quickstart", OUT=out, ROUNDS=0, **SMALL)
-    done, lines = recipe("quickstart", OUT=out, ROUNDS=0, TASKS=5, HELD_OUT=2)
-    assert (done.returncode, lines) == (1, [])
-    assert "TASKS=5" in done.stderr
-    assert "was made with other settings" in done.stderr
+    for changed in ({"TASKS": 5}, {"SEED": 1}, {"MODEL": "other"}, {"TUNE": "full"}):
+        done, lines = recipe("quickstart", OUT=out, ROUNDS=0, **SMALL | changed)
+        assert (done.returncode, lines) == (1, [])
+        ((name, value),) = changed.items()
+        assert f"{name}={value}" in done.stderr
+        assert "was made with other settings" in done.stderr
     # What a method does not use does not concern it.
-    assert recipe("relay", "isft", OUT=out, ROUNDS=0, DPO="--beta 0.5", **SMALL)[0].returncode == 0
-    assert recipe("relay", "idpo", OUT=out, ROUNDS=0, **SMALL)[0].returncode == 0
-    done, _ = recipe("relay", "idpo", OUT=out, ROUNDS=0, DPO="--beta 0.5", **SMALL)
+    assert recipe("relay", "isft", OUT=out, ROUNDS=1, DPO="--beta 0.5", **SMALL)[0].returncode == 0
+    assert recipe("relay", "idpo", OUT=out, ROUNDS=1, **SMALL)[0].returncode == 0
+    done, _ = recipe("relay", "idpo", OUT=out, ROUNDS=1, DPO="--beta 0.5", **SMALL)
     assert done.returncode == 1
+
+
+def test_settings_may_change_until_something_came_of_them(recipe, tmp_path) -> None:
+    out = tmp_path / "demo"
+    # A mistyped model: nothing was measured. Nor do the test tasks of another seed stay.
+    done, _ = recipe("relay", "idpo", OUT=out, STUB_KILL="gen", MODEL="relai", SEED=7, **SMALL)
+    assert done.returncode != 0
+    (out / "eval-start.jsonl").unlink(missing_ok=True)  # the stub's; gen makes no file on errors
+    # "Nothing is left to train on", in the initialization and in the first round.
+    done, lines = recipe("relay", "idpo", OUT=out, STUB_KILL="sft", ROUNDS=1, **SMALL)
+    assert done.returncode != 0
+    assert any(x.startswith("tasks relay --split test --limit 2 --seed 0 ") for x in lines)
+    (out / "init").unlink()
+    done, lines = recipe(
+        "relay", "idpo", OUT=out, STUB_KILL="dpo", INIT_SELECT="--top 1", ROUNDS=1, **SMALL
+    )
+    assert done.returncode != 0
+    assert any("init-scored.jsonl --top 1" in line for line in lines)
+    (out / "idpo" / "round1").unlink()
+    again = {"INIT_SELECT": "--top 1", "PAIRS": "--theta-diff 0.1", "ROUNDS": 1, **SMALL}
+    done, lines = recipe("relay", "idpo", OUT=out, **again)
+    assert done.returncode == 0, done.stderr
+    assert any("round1-trees.jsonl --theta-diff 0.1" in line for line in lines)
+    done, lines = recipe("relay", "idpo", OUT=out, **again | {"PAIRS": ""})
+    assert (done.returncode, lines) == (1, [])
 
 
 def test_hotpotqa_starts_with_formats(recipe, tmp_path) -> None:

@@ -302,6 +302,55 @@ def test_example_checks(message, said):
     assert said in str(caught.value)
 
 
+def test_an_example_without_a_turn_is_none():
+    for content in ("", " \n"):
+        message = {"role": "assistant", "content": content}
+        with pytest.raises(InputError, match="this would train nothing"):
+            Example.from_dict(EXAMPLE | {"messages": [EXAMPLE["messages"][0], message]})
+
+
+OH = {"role": "assistant", "content": "oh"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rejected": [OH, OH, OH]}, '"rejected" must be one message, of the role assistant'),
+        ({"chosen": [{**OH, "role": "user"}]}, '"chosen" must be one message'),
+        ({"chosen": []}, '"chosen" is empty'),
+        ({"chosen": [{**OH, "content": " \n"}]}, '"chosen" is a turn without text'),
+        ({"chosen": [{**OH, "content": " oh\n"}]}, '"chosen" and "rejected" are the same turn'),
+        ({"prompt": [{**OH, "role": "tool"}]}, "\"prompt[0].role\" is 'tool'"),
+        ({"prompt": [{"role": "user"}]}, '"prompt[0]" needs role and content'),
+    ],
+)
+def test_pair_checks(change, said):
+    with pytest.raises(InputError) as caught:
+        Pair.from_dict(PAIR | change)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"id": "other"}, "\"id\" is 'other', but the task is 'relay/train/x-0'"),
+        ({"nodes": [NODE]}, '"nodes" must begin with the root'),
+        ({"nodes": [ROOT, {**NODE, "parent": 1}]}, '"nodes[1].parent" must be an earlier node'),
+        ({"nodes": [ROOT, {**NODE, "visits": -1}]}, 'in nodes[1]: "tokens" or "visits"'),
+        ({"nodes": [ROOT, {**NODE, "agent": "Eve"}]}, "'Eve', who is not in the team"),
+        (
+            {"nodes": [ROOT, NODE, {**NODE, "agent": "Bob"}]},
+            "\"nodes[2].agent\" is 'Bob', but a sibling is by 'Alice'",
+        ),
+        ({"trajectories": [{**LEAF, "node": 2}]}, '"trajectories[0].node" is no node'),
+    ],
+)
+def test_tree_checks(change, said):
+    with pytest.raises(InputError) as caught:
+        Tree.from_dict(TREE | change)
+    assert said in str(caught.value)
+
+
 def test_messages_must_be_objects():
     with pytest.raises(InputError, match=r'"messages\[0\]" must be an object, found text'):
         Example.from_dict(EXAMPLE | {"messages": ["hello"]})

@@ -94,6 +94,7 @@ def test_seventy_percent_of_ten_are_seven():
         (10, 0.71, 8),
         (10, 0.5, 5),
         (3, 1 / 3, 1),
+        (10, 1e-300, 1),
     ],
 )
 def test_how_many_are_kept(n, share, kept):

@@ -45,7 +45,8 @@ from optima_lite.teams import check_fits, load_formats, load_team
 @click.option(
     "--formats",
     is_flag=True,
-    help="Initialization round: end a conversation's prompts with a format text from a pool.",
+    help="Initialization round: end a conversation's prompts with a format text from a pool. "
+    "The paper then samples at -t 0.3.",
 )
 @click.option(
     "--format-pool", metavar="FILE", help="With --formats: a YAML file of your own, name: text."

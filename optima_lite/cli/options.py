@@ -52,7 +52,11 @@ skip_bad_option = click.option(
     "--skip-bad", is_flag=True, help="Count and pass over lines that cannot be read."
 )
 seed_option = click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Decides every draw."
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Decides every draw.",
 )
 MODEL_HELP = (
     "A hub id, a directory (weights or adapter), a .gguf file, or built in: "
@@ -139,7 +143,7 @@ sampling_options = together(
         type=Finite(min=0),
         default=Sampling().temperature,
         show_default=True,
-        help="0 is greedy; with gen --formats the paper samples at 0.3.",
+        help="0 is greedy.",
     ),
     max_turns=click.option(
         "--max-turns", type=click.IntRange(min=1), help="Turn limit.  [default: the team's]"

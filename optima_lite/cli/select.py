@@ -10,9 +10,11 @@ import click
 
 from optima_lite.cli import options
 from optima_lite.cli.groups import whole_group
+from optima_lite.errors import SettingError, TeamError
 from optima_lite.jsonl import Reader, atomic_output, check_free, dumps, groups, refuse_input
 from optima_lite.records import Pair, Trajectory, Tree
 from optima_lite.selection import best_of, eligible, examples, pairs, top_share
+from optima_lite.teams import check_fits
 
 THETA, TOP = 0.5, 0.7  # of trajectories
 THETA_FILTER, TOP_OF_TREE = 0.4, 0.5  # of trees
@@ -95,19 +97,39 @@ def command(
                 if isinstance(group[0], Tree):
                     counts = FromTrees(theta, top, theta_diff, which == "extremes", top_scope)
                 else:
+                    _refuse_tree_options()
                     counts = FromTrajectories(theta, top)
             if not isinstance(group[0], counts.kind):
                 raise reader.error("trajectories and trees in one file")
-            counts.take(reader, group, choice)
-        counts = counts or FromTrajectories(theta, top)
-        kept = top_share(choice.values, counts.share)
+            try:
+                check_fits(group[0].team, group[0].task)
+                counts.take(reader, group, choice)
+            except TeamError as error:  # a record that others made: the prompt cannot be shown
+                wrong = reader.error(str(error))
+                if not skip_bad:
+                    raise wrong from None
+                options.bad_line(wrong)
+        kept = top_share(choice.values, counts.share if counts else 1.0)
         with atomic_output(output, overwrite=overwrite) as write:
             lines = sum(choice.copy(index, write) for index in kept)
-    for line in counts.report(len(choice.values), len(kept), lines):
+    said = counts.report(len(choice.values), len(kept), lines) if counts else ["nothing to read"]
+    for line in said:
         options.notice(f"select: {line}")
 
 
 command.short_help = "Select what to train on: trajectories -> examples, trees -> pairs."
+
+
+def _refuse_tree_options() -> None:
+    """Raise SettingError where an option is given that says nothing about trajectories."""
+    context = click.get_current_context()
+    for name, flag in (
+        ("theta_diff", "--theta-diff"),
+        ("which", "--pairs"),
+        ("top_scope", "--top-scope"),
+    ):
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            raise SettingError(f"{flag} is for trees, and these are trajectories")
 
 
 class Choice:

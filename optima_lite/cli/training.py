@@ -79,7 +79,7 @@ def common_options(
         ),
         "epochs": click.option(
             "--epochs",
-            type=options.Finite(min=0, min_open=True),
+            type=options.Finite(0, 10_000, min_open=True),
             default=epochs,
             show_default=True,
             help=f"Passes over the {things}.",
@@ -156,6 +156,9 @@ def execute(
     from optima_lite.training import run
 
     spec = resolve(model)
+    given = click.get_current_context().get_parameter_source("lora_r")
+    if spec.adapter and given is not click.core.ParameterSource.DEFAULT:
+        options.notice(f"{command}: --lora-r is not used, since {model} has an adapter")
     directory = run.RunDirectory(Path(target.output)) if target.output is not None else None
     if directory and run.is_main_process():
         directory.check(resume=target.resume, overwrite=target.overwrite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -153,18 +154,21 @@ def _grow(
     out: ResumableOutput,
 ) -> None:
     """Grow all trees and write each, in input order, as soon as it is complete."""
-    count = talks = nodes = tokens = 0
+    count = nodes = tokens = 0
+    ends: Counter[str] = Counter()
     with options.progress(unit="tree", desc="tree") as bar:
         for tree in search.grow(trees, engine, base, reader.ready):
             out.write(record(tree))
             count += 1
-            talks += len(tree.trajectories)
+            ends.update(trajectory.end for trajectory in tree.trajectories)
             nodes += len(tree.nodes) - 1
             tokens += tree.generated
             bar.update(1)
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s")
+    how = ", ".join(f"{number} {end}" for end, number in ends.most_common())
     options.notice(
-        f"tree: {count} trees, {talks} conversations, {nodes} turns, {tokens} tokens generated"
+        f"tree: {count} trees, {ends.total()} conversations, {nodes} turns, "
+        f"{tokens} tokens generated; {how}"
     )
 
 

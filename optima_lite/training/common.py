@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from optima_lite.engines.loading import (
     load_for_inference,
     pick_device,
     pick_dtype,
+    quiet,
 )
 from optima_lite.errors import TrainingError
 from optima_lite.training.run import LOG, RunDirectory, RunLog
@@ -91,11 +92,13 @@ def complete(
     checkpoint = directory.last_checkpoint()
     for module in ("trainer", "trainer_utils"):  # they comment on checkpoints
         logging.getLogger(f"transformers.{module}").setLevel(logging.ERROR)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with quiet():
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trained = (p for p in trainer.model.parameters() if p.requires_grad)
     if not all(bool(torch.isfinite(p).all()) for p in trained):
         raise TrainingError("the last step left weights that are not finite: lower --lr")
-    trainer.save_model(str(directory.model))
+    with quiet():
+        trainer.save_model(str(directory.model))
     if trainer.is_world_process_zero():
         save(trainer, spec, tokenizer, directory)
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
@@ -163,33 +166,34 @@ def training_arguments(
     if settings.gradient_checkpointing:
         checkpointing["gradient_checkpointing"] = True
         checkpointing["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    return TrainingArguments(
-        output_dir=str(directory.checkpoints),
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=share // micro,
-        num_train_epochs=settings.epochs,
-        learning_rate=settings.lr,
-        lr_scheduler_type="linear",
-        warmup_steps=settings.warmup,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        optim="adamw_torch",
-        bf16=mixed == torch.bfloat16,
-        fp16=mixed == torch.float16,
-        use_cpu=torch.device(device).type == "cpu",
-        **checkpointing,
-        save_strategy="steps",
-        save_steps=settings.checkpoint_every,
-        save_total_limit=2,
-        logging_strategy="steps",
-        logging_steps=1,
-        logging_nan_inf_filter=False,  # it would call the loss of a diverged step 0
-        seed=settings.seed,
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-    )
+    with quiet():  # transformers 5.24 announces another name for gradient_checkpointing
+        return TrainingArguments(
+            output_dir=str(directory.checkpoints),
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=share // micro,
+            num_train_epochs=settings.epochs,
+            learning_rate=settings.lr,
+            lr_scheduler_type="linear",
+            warmup_steps=settings.warmup,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            optim="adamw_torch",
+            bf16=mixed == torch.bfloat16,
+            fp16=mixed == torch.float16,
+            use_cpu=torch.device(device).type == "cpu",
+            **checkpointing,
+            save_strategy="steps",
+            save_steps=settings.checkpoint_every,
+            save_total_limit=2,
+            logging_strategy="steps",
+            logging_steps=1,
+            logging_nan_inf_filter=False,  # it would call the loss of a diverged step 0
+            seed=settings.seed,
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )
 
 
 def save(trainer: Trainer, spec: ModelSpec, tokenizer: Any, directory: RunDirectory) -> None:
@@ -215,10 +219,16 @@ def data_digest(contents: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
-def common_settings(spec: ModelSpec, options: LoadOptions) -> dict[str, Any]:
-    """What a run started from."""
+def recorded_settings(
+    settings: TrainSettings, spec: ModelSpec, options: LoadOptions
+) -> dict[str, Any]:
+    """What a run started from and how it trains. The shape of a new adapter is left out where none
+    is made."""
     adapter = _file_digest(spec.adapter / "adapter_model.safetensors") if spec.adapter else None
-    return {"model": spec.name, "adapter": adapter, "load": options.load}
+    fields = asdict(settings)
+    if spec.adapter or settings.tune == "full":
+        fields = {name: value for name, value in fields.items() if not name.startswith("lora_")}
+    return {"model": spec.name, "adapter": adapter, "load": options.load, **fields}
 
 
 def _file_digest(path: Path) -> str:

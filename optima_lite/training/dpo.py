@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from optima_lite.training.attention import in_blocks
 from optima_lite.training.common import (
     ScheduledTrainer,
     TrainSettings,
-    common_settings,
     complete,
     data_digest,
     prepare_model,
     processes,
+    recorded_settings,
     share_of,
     training_arguments,
 )
@@ -249,10 +249,11 @@ def resolved_settings(
     settings: DPOSettings, spec: ModelSpec, options: LoadOptions, rows: Sequence[PairRow]
 ) -> dict[str, Any]:
     """Everything that shapes the result, as it is stored and compared by --resume."""
+    recorded = recorded_settings(settings, spec, options)
+    del recorded["micro_batch_size"]  # sft's; here micro_tokens
     return {
         "command": "dpo",
-        **common_settings(spec, options),
+        **recorded,
         "pairs": len(rows),
         "data": data_digest((row.chosen, row.rejected) for row in rows),
-        **asdict(settings),
     }

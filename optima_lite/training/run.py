@@ -25,6 +25,9 @@ from optima_lite.jsonl import require_same
 
 SETTINGS = "optima_lite.json"
 LOG = "training.jsonl"
+#: Settings that decide memory, time and what a stop costs, not the result: a resumed run may change
+#: them.
+FREE = ("micro_batch_size", "micro_tokens", "gradient_checkpointing", "checkpoint_every")
 _WHOLE = "complete"  # marks a checkpoint whose every file was written
 _PACKAGES = ("optima-lite", "torch", "transformers", "peft", "accelerate", "bitsandbytes")
 
@@ -74,9 +77,10 @@ class RunDirectory:
         finished = resume and self.out.exists()
         # Where both exist, somebody trains OUT anew (--overwrite) and was stopped; unless the
         # stop came between the renaming of the finished model and the removal of what it left.
-        if finished and (not unfinished or _settings(self.out) == settings):
-            require_same(_settings(self.out), settings, str(self.out))
-            if unfinished and _settings(self.partial) != settings:
+        shaping = _shaping(settings)
+        if finished and (not unfinished or _settings(self.out) == shaping):
+            require_same(_settings(self.out), shaping, str(self.out))
+            if unfinished and _settings(self.partial) != shaping:
                 raise OutputError(
                     f"{self.out} is finished, and {self.partial} is an unfinished run with other "
                     "settings: remove it, or resume it with its own"
@@ -84,7 +88,7 @@ class RunDirectory:
             shutil.rmtree(self.partial, ignore_errors=True)
             return
         if resume and unfinished:
-            require_same(_settings(self.partial), settings, str(self.partial))
+            require_same(_settings(self.partial), shaping, str(self.partial))
         else:
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
@@ -207,10 +211,15 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
+def _shaping(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in FREE}
+
+
 def _settings(directory: Path) -> dict[str, Any]:
+    """The stored settings that shape the result."""
     try:
-        return dict(orjson.loads((directory / SETTINGS).read_bytes())["settings"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return _shaping(orjson.loads((directory / SETTINGS).read_bytes())["settings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise OutputError(
             f"{directory / SETTINGS} cannot be read: --overwrite starts anew"
         ) from None

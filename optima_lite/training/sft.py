@@ -5,9 +5,8 @@ optima-lite sft examples.jsonl --model relay -o round1
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from optima_lite.engines.loading import LoadOptions, ModelSpec, quiet
 from optima_lite.training.common import (
     ScheduledTrainer,
     TrainSettings,
-    common_settings,
     complete,
     data_digest,
     prepare_model,
+    recorded_settings,
     training_arguments,
 )
 from optima_lite.training.encode import IGNORED, Row
@@ -42,7 +41,6 @@ def train(
     must have been opened. Raises TrainingError or ModelError.
     """
     set_seed(settings.seed)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with quiet():
         model = prepare_model(spec, options, settings)
     arguments = training_arguments(settings, options, directory)
@@ -107,8 +105,7 @@ def resolved_settings(
     """Everything that shapes the result, as it is stored and compared by --resume."""
     return {
         "command": "sft",
-        **common_settings(spec, options),
+        **recorded_settings(settings, spec, options),
         "examples": len(rows),
         "data": data_digest((row.ids, row.spans) for row in rows),
-        **asdict(settings),
     }

@@ -439,6 +439,8 @@ def test_tasks_tree_and_pairs(launcher, made, tiny_dir, tmp_path):
     argv += ["--iterations", 3, "--simulations", 2]
     result = launcher.ok(*argv)
     assert f"tree: {TASKS} trees, {TASKS * 6} conversations" in result.stderr
+    ends = result.stderr.partition(" tokens generated; ")[2]
+    assert sum(int(word) for word in ends.split() if word.isdigit()) == TASKS * 6
     grown = load(trees, Tree)
     assert [tree.task for tree in grown] == load(made.tasks, Task)
     for tree in grown:
@@ -473,7 +475,44 @@ def test_trees_and_trajectories_do_not_mix(launcher, made, tiny_dir, tmp_path):
     assert "trajectories and trees in one file" in result.stderr
 
 
+def test_a_tree_whose_prompts_cannot_be_shown(launcher, made, tiny_dir, tmp_path):
+    trees, bad = tmp_path / "trees.jsonl", tmp_path / "bad.jsonl"
+    argv = ["tree", made.tasks, "--model", tiny_dir, *LIMITS[:6], "--iterations", 2]
+    launcher.ok(*argv, "--simulations", 2, "-o", trees)
+    lines = trees.read_bytes().splitlines(keepends=True)
+    for number, change in (
+        (1, lambda tree: tree["task"]["contexts"].append(["more"])),
+        (2, lambda tree: tree["team"]["agents"][0].update(prompt="{what}")),
+    ):
+        tree = orjson.loads(lines[number])
+        change(tree)
+        lines[number] = orjson.dumps(tree) + b"\n"
+    bad.write_bytes(b"".join(lines))
+    select = ["select", bad, "--theta", -9, "--theta-diff", 0, "--top", 1]
+    result = launcher.run(*select)
+    assert (result.code, result.stdout) == (1, b"")
+    assert f"{bad}:2: " in result.stderr
+    assert "is split for 3 agents" in result.stderr
+    result = launcher.ok(*select, "--skip-bad")
+    assert f"{bad}:2: " in result.stderr
+    assert f"{bad}:3: " in result.stderr
+    assert "unknown {what}" in result.stderr
+    skipped = {orjson.loads(lines[number])["id"] for number in (1, 2)}
+    assert not skipped & {pair.task_id for pair in load(result.stdout, Pair)}
+
+
 # -- select -----------------------------------------------------------------------------------
+
+
+def test_options_of_trees_are_not_for_trajectories(launcher, made):
+    result = launcher.run("select", made.scored, "--theta-diff", 0.1)
+    assert result.code == 2
+    assert "--theta-diff is for trees" in result.stderr
+
+
+def test_nothing_selects_nothing(launcher):
+    result = launcher.ok("select", "/dev/null")
+    assert (result.stdout, result.stderr) == (b"", "select: nothing to read\n")
 
 
 def test_select_refuses_what_is_not_scored(launcher, made, copy):

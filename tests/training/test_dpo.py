@@ -432,10 +432,12 @@ def test_a_run_starts_at_ln_2_and_learns(tiny_dir: Path, tmp_path: Path) -> None
     assert log(first)[-1]["dpo_loss"] < 0.5
 
 
+@pytest.mark.parametrize("changed", [{}, {"micro_tokens": 16, "gradient_checkpointing": True}])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(
-    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
-    """The reference is the model at step 0, not at the checkpoint."""
+    """The reference is the model at step 0, not at the checkpoint. What decides memory and time
+    only may change in between."""
     settings = replace(SETTINGS, checkpoint_every=1)
     whole = run(tiny_dir, tmp_path / "whole", settings)
     on_save = RunLog.on_save
@@ -449,7 +451,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
         patch.setattr(RunLog, "on_save", stopping)
         with pytest.raises(KeyboardInterrupt):
             run(tiny_dir, tmp_path / "out", settings)
-    out = run(tiny_dir, tmp_path / "out", settings, resume=True)
+    out = run(tiny_dir, tmp_path / "out", replace(settings, **changed), resume=True)
     for name in ("loss", "dpo_loss", "rewards/margin"):
         assert [e[name] for e in log(out)] == pytest.approx([e[name] for e in log(whole)], abs=1e-5)
     expected = load_file(whole / "adapter_model.safetensors")
@@ -474,6 +476,12 @@ def test_the_command(tiny_dir: Path, tmp_path: Path) -> None:
     assert "is finished: 2 steps" in result.stderr
     settings = json.loads((out / "optima_lite.json").read_text())["settings"]
     assert [settings[k] for k in ("command", "lr", "beta", "alpha")] == ["dpo", 5e-6, 0.1, 1.0]
+    assert settings["lora_r"] == 4
+    assert "micro_batch_size" not in settings
+    further = invoke(out, tmp_path, "-o", str(tmp_path / "further"), "--lora-r", "8")
+    assert f"--lora-r is not used, since {out} has an adapter" in further.stderr
+    settings = json.loads((tmp_path / "further" / "optima_lite.json").read_text())["settings"]
+    assert "lora_r" not in settings
     again = invoke(tiny_dir, tmp_path, *args, "--resume")
     assert (again.exit_code, "is finished" in again.stderr) == (0, True)
     other = invoke(tiny_dir, tmp_path, *args, "--resume", "--beta", "0.2")
@@ -513,7 +521,7 @@ def test_pairs_that_teach_nothing_are_refused(tiny_dir: Path, tmp_path: Path) ->
     chat = ChatEncoder(tiny_tokenizer("smollm2"))
     empty = replace(pairs()[0], rejected=({"role": "assistant", "content": ""},))
     with pytest.raises(TrainingError, match=r"pair 1 \(a Alice\): a turn is empty"):
-        encode([empty], chat, 500)
+        encode([empty], chat, 500)  # a record from Python; Pair.from_dict refuses it
     with pytest.raises(TrainingError, match="all 6 exceed --max-length 20"):
         encode(pairs(), chat, 20)
 
