@@ -27,11 +27,15 @@ SCORE=${SCORE:-"--lambda-token 0.6 --lambda-loss 1"}
 SELECT="--theta 0.5 --top 0.7"
 # A rank-8 adapter of a 135M model on some 40 examples: more epochs and smaller steps than the paper.
 SFT="--epochs 2 --batch-size 8 --lr 3e-4"
-PAIRS=${PAIRS:-}
-# Some 80 pairs: more steps and larger ones than the paper's. β is the paper's for 2WikiMultiHopQA;
-# with 0.1 these steps lead to repetition (docs/log.md).
-rate="--lr 2e-4"
-[ "$METHOD" != isft_dpo ] || rate="--lr 1e-4 --alpha 0"
-DPO=${DPO:-"--beta 0.5 --epochs 2 --batch-size 8 $rate"}
+# R_token is relative to the longest of a tree's 24 conversations, not of 6: twice the weight, and a
+# smaller difference, or nearly no pair is about length.
+TREE=${TREE:-"--lambda-token 1.2"}
+PAIRS=${PAIRS:-"--theta-diff 0.05"}
+# Some 60 pairs: more steps and larger ones than the paper's, each over several families, since the
+# pairs of one pull all the same way. β is the paper's for 2WikiMultiHopQA; with 0.1 these steps lead
+# to repetition (docs/log.md).
+alpha=""
+[ "$METHOD" != isft_dpo ] || alpha=" --alpha 0"
+DPO=${DPO:-"--beta 0.5 --epochs 2 --batch-size 24 --lr 1e-4$alpha"}
 
 train "$METHOD" relay "optima-lite tasks relay" "optima-lite tasks relay --split test"
