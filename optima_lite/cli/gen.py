@@ -140,8 +140,7 @@ def _hold(
                 ends[trajectory.end] += 1
             bar.update(len(group))
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s")
-    how = ", ".join(f"{count} {end}" for end, count in ends.most_common())
-    options.notice(f"gen: {ends.total()} conversations, {tokens} tokens; {how}")
+    options.notice(f"gen: {ends.total()} conversations, {tokens} tokens; {options.tally(ends)}")
 
 
 def _finished(out: ResumableOutput, model: str, n: int, settings: dict[str, Any]) -> Kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, TypeVar
@@ -184,6 +185,17 @@ size_options = together(
         help="Memory for keys and values.",
     ),
 )
+
+
+def given(parameter: str) -> bool:
+    """Whether the running command was told this parameter, rather than left to its default."""
+    source = click.get_current_context().get_parameter_source(parameter)
+    return source is not click.core.ParameterSource.DEFAULT
+
+
+def tally(ends: Counter[str]) -> str:
+    """How conversations ended, the commonest first: `7 agreement, 1 turn_cut`."""
+    return ", ".join(f"{count} {end}" for end, count in ends.most_common())
 
 
 def notice(message: str) -> None:

@@ -122,13 +122,12 @@ command.short_help = "Select what to train on: trajectories -> examples, trees -
 
 def _refuse_tree_options() -> None:
     """Raise SettingError where an option is given that says nothing about trajectories."""
-    context = click.get_current_context()
     for name, flag in (
         ("theta_diff", "--theta-diff"),
         ("which", "--pairs"),
         ("top_scope", "--top-scope"),
     ):
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+        if options.given(name):
             raise SettingError(f"{flag} is for trees, and these are trajectories")
 
 

@@ -156,8 +156,7 @@ def execute(
     from optima_lite.training import run
 
     spec = resolve(model)
-    given = click.get_current_context().get_parameter_source("lora_r")
-    if spec.adapter and given is not click.core.ParameterSource.DEFAULT:
+    if spec.adapter and options.given("lora_r"):
         options.notice(f"{command}: --lora-r is not used, since {model} has an adapter")
     directory = run.RunDirectory(Path(target.output)) if target.output is not None else None
     if directory and run.is_main_process():

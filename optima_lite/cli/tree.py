@@ -165,10 +165,9 @@ def _grow(
             tokens += tree.generated
             bar.update(1)
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s")
-    how = ", ".join(f"{number} {end}" for end, number in ends.most_common())
     options.notice(
         f"tree: {count} trees, {ends.total()} conversations, {nodes} turns, "
-        f"{tokens} tokens generated; {how}"
+        f"{tokens} tokens generated; {options.tally(ends)}"
     )
 
 
