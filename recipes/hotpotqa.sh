@@ -41,6 +41,7 @@ if [ "$METHOD" = isft_dpo ]; then
   DPO="--epochs 1 --batch-size 64 --lr $DPO_LR --beta 0.5 --alpha 0"
 fi
 
+# bash reads a script as it goes: with exit in the same line, this file may be edited during a run.
 train "$METHOD" hotpotqa \
   "optima-lite tasks hotpotqa --shuffle ${TRAIN:+--source $(printf %q "$TRAIN")}" \
-  "optima-lite tasks hotpotqa --split validation ${TEST:+--source $(printf %q "$TEST")}"
+  "optima-lite tasks hotpotqa --split validation ${TEST:+--source $(printf %q "$TEST")}"; exit

@@ -38,4 +38,5 @@ alpha=""
 [ "$METHOD" != isft_dpo ] || alpha=" --alpha 0"
 DPO=${DPO:-"--beta 0.5 --epochs 2 --batch-size 24 --lr 1e-4$alpha"}
 
-train "$METHOD" relay "optima-lite tasks relay" "optima-lite tasks relay --split test"
+# bash reads a script as it goes: with exit in the same line, this file may be edited during a run.
+train "$METHOD" relay "optima-lite tasks relay" "optima-lite tasks relay --split test"; exit

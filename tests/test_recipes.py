@@ -39,7 +39,7 @@ def recipe(tmp_path: Path):
     log = tmp_path / "log"
 
     def run(
-        name: str, *args: str, **variables: object
+        name: str | Path, *args: str, **variables: object
     ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         log.write_text("")
         env = os.environ | {k: str(v) for k, v in variables.items()} | {"STUB_LOG": str(log)}
@@ -84,6 +84,18 @@ def test_the_loop_and_what_a_second_call_does(recipe, tmp_path) -> None:
     done, lines = recipe("quickstart", OUT=out, ROUNDS=2, TASKS=3, HELD_OUT=4)
     assert sorted(steps(lines)) == sorted(["tasks", "gen", "gen", "gen", *SFT_ROUND, "eval"])
     assert len((out / "test.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_recipe_may_be_edited_while_it_runs(recipe, tmp_path) -> None:
+    """bash reads a script as it goes: lines added in place would be run, or torn words of them."""
+    recipes = tmp_path / "recipes"
+    shutil.copytree(RECIPES, recipes)
+    stub = tmp_path / "bin" / "optima-lite"
+    stub.write_text(f"{STUB}printf '\\n%200s\\n' 'touch edited' >> {recipes}/relay.sh\n")
+    done, _ = recipe(recipes / "relay", "isft", OUT=tmp_path / "out", ROUNDS=0, **SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "touch edited" in (recipes / "relay.sh").read_text()
+    assert not (tmp_path / "edited").exists()
 
 
 def test_the_three_methods_share_the_initialization(recipe, tmp_path) -> None:

@@ -27,11 +27,7 @@ from optima_lite.teams import check_fits, load_formats, load_team
 
 
 @click.command("gen")
-@options.input_argument
-@options.output_option
-@options.resume_option
-@options.overwrite_option
-@options.skip_bad_option
+@options.record_options
 @options.model_option(required=True)
 @options.team_option
 @click.option(

@@ -52,6 +52,21 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace -o FI
 skip_bad_option = click.option(
     "--skip-bad", is_flag=True, help="Count and pass over lines that cannot be read."
 )
+
+
+def record_options(command: F) -> F:
+    """What every command has that reads records and can resume writing them."""
+    for option in (
+        skip_bad_option,
+        overwrite_option,
+        resume_option,
+        output_option,
+        input_argument,
+    ):
+        command = option(command)
+    return command
+
+
 seed_option = click.option(
     "--seed",
     type=click.IntRange(0, 2**32 - 1),
@@ -191,6 +206,11 @@ def given(parameter: str) -> bool:
     """Whether the running command was told this parameter, rather than left to its default."""
     source = click.get_current_context().get_parameter_source(parameter)
     return source is not click.core.ParameterSource.DEFAULT
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def tally(ends: Counter[str]) -> str:

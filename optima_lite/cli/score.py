@@ -28,11 +28,7 @@ from optima_lite.reward import Losses, Weights, score_group
 
 
 @click.command("score")
-@options.input_argument
-@options.output_option
-@options.resume_option
-@options.overwrite_option
-@options.skip_bad_option
+@options.record_options
 @options.model_option("The base model of R_loss; an adapter is left off. See gen --help for names.")
 @options.weight_options
 @click.option(

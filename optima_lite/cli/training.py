@@ -186,7 +186,7 @@ def execute(
             ) from error
         raise
     notice(
-        f"{command}: {target.output} is finished: {last['steps']} steps, "
+        f"{command}: {target.output} is finished: {options.plural(last['steps'], 'step')}, "
         f"mean loss {last['loss']:.4f}, {time.monotonic() - started:.0f} s"
     )
 

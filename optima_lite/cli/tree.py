@@ -25,11 +25,7 @@ DEFAULTS = search.Search()
 
 
 @click.command("tree")
-@options.input_argument
-@options.output_option
-@options.resume_option
-@options.overwrite_option
-@options.skip_bad_option
+@options.record_options
 @options.model_option(required=True)
 @click.option(
     "--base",
