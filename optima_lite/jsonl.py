@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Generic, TypeVar
@@ -25,6 +25,7 @@ from typing import IO, Any, Generic, TypeVar
 import orjson
 
 from optima_lite.errors import InputError, OutputError, SettingError
+from optima_lite.locks import only_writer
 from optima_lite.records import Record, kind_of
 
 R = TypeVar("R", bound=Record)
@@ -197,6 +198,8 @@ def check_free(path: str, *, resume: bool = False, overwrite: bool = False) -> N
     """Refuse early, before a model is loaded, to write where something is."""
     if path == "-":
         return
+    if not path:
+        raise SettingError("-o needs a name")
     target = Path(path)
     if target.is_dir():
         raise OutputError(f"{path} is a directory")
@@ -246,7 +249,8 @@ def atomic_output(path: str, *, overwrite: bool = False) -> Iterator[Callable[[b
 
 
 class ResumableOutput:
-    """An append-only JSONL output that a killed run can continue.
+    """An append-only JSONL output that a killed run can continue. Use it in a `with`, which keeps
+    other runs out and raises OutputError or SettingError where the file may not be written.
 
     `kept` are the finished records of the run before (only with `resume`): iterate them once to
     check settings and collect ids, then `write` goes on after them. With `overwrite`, the old file
@@ -258,15 +262,28 @@ class ResumableOutput:
             raise SettingError("--resume and --overwrite exclude each other")
         if resume and path == "-":
             raise SettingError("--resume needs a file: add -o FILE")
-        if path != "-" and Path(path).is_file() and not (resume or overwrite):
-            raise OutputError(
-                f"{path} exists: --resume goes on after its records, --overwrite replaces it"
-            )
-        check_free(path, resume=resume, overwrite=overwrite)
         self.path = path
-        self._mode = "ab" if resume else "wb"
+        self._resume, self._overwrite = resume, overwrite
         self._stream: IO[bytes] | None = None
-        self._keep = Path(path).stat().st_size if resume and Path(path).is_file() else 0
+        self._held = ExitStack()
+        self._keep = 0  # bytes
+        self._number = 0
+
+    def __enter__(self) -> ResumableOutput:
+        if self.path == "-":
+            return self
+        check_free(self.path, resume=True)
+        with ExitStack() as held:
+            held.enter_context(only_writer(self.path))
+            if Path(self.path).is_file():  # asked now that nobody else can make it
+                if not (self._resume or self._overwrite):
+                    raise OutputError(
+                        f"{self.path} exists: --resume goes on after its records, "
+                        "--overwrite replaces it"
+                    )
+                self._keep = Path(self.path).stat().st_size if self._resume else 0
+            self._held = held.pop_all()
+        return self
 
     def kept(self, kind: type[R]) -> Iterator[R]:
         """The finished records; afterwards a torn last line is known and will be cut."""
@@ -274,18 +291,22 @@ class ResumableOutput:
             return
         end = 0
         with open(self.path, "rb") as stream:
-            for number, line in enumerate(stream, start=1):
+            for self._number, line in enumerate(stream, start=1):
                 if not line.endswith(b"\n"):
                     if not line.startswith(b"{"):
-                        raise InputError("not a torn record, nor any record", self.path, number)
+                        raise self.error("not a torn record, nor any record")
                     break
-                data = parse_line(line, self.path, number)
+                data = parse_line(line, self.path, self._number)
                 try:
                     yield kind.from_dict(data)
                 except InputError as error:
-                    raise InputError(error.reason, self.path, number) from None
+                    raise self.error(error.reason) from None
                 end += len(line)
         self._keep = end
+
+    def error(self, message: str) -> InputError:
+        """An error about the record that `kept` gave last."""
+        return InputError(message, self.path, self._number)
 
     def truncate_to(self, records: int) -> None:
         """Keep only the first so many lines (whole groups, say)."""
@@ -313,14 +334,12 @@ class ResumableOutput:
 
     def _open(self) -> None:
         try:
-            self._stream = open(self.path, self._mode)  # noqa: SIM115 - closed by __exit__
-            if self._mode == "ab":
+            mode = "ab" if self._resume else "wb"
+            self._stream = open(self.path, mode)  # noqa: SIM115 - closed by __exit__
+            if self._resume:
                 self._stream.truncate(self._keep)
         except OSError as error:
             raise OutputError(f"{self.path}: {error.strerror}") from None
-
-    def __enter__(self) -> ResumableOutput:
-        return self
 
     def __exit__(
         self,
@@ -328,10 +347,11 @@ class ResumableOutput:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None and self.path != "-" and self._stream is None:
-            self._open()  # an empty input makes an empty file; a torn line is cut all the same
-        if self._stream is not None:
-            self._stream.close()
+        with self._held:
+            if error is None and self.path != "-" and self._stream is None:
+                self._open()  # an empty input makes an empty file; a torn line is cut all the same
+            if self._stream is not None:
+                self._stream.close()
 
 
 def require_same(old: dict[str, Any], new: dict[str, Any], path: str) -> None:
@@ -342,7 +362,10 @@ def require_same(old: dict[str, Any], new: dict[str, Any], path: str) -> None:
         if old.get(key) != new.get(key)
     ]
     if changed:
-        raise OutputError(f"{path} was made with other settings: {'; '.join(changed)}")
+        raise OutputError(
+            f"{path} was made with other settings: {'; '.join(changed)} (--overwrite, or removing "
+            "it, starts anew)"
+        )
 
 
 def _shown(value: Any) -> str:

@@ -80,7 +80,7 @@ def pairs(tree: Tree, theta_filter: float, theta_diff: float, extremes: bool = F
                 for rejected in sorted(worse)
                 if tree.nodes[chosen].value > theta_filter
                 and tree.nodes[chosen].value - tree.nodes[rejected].value > theta_diff
-                and tree.nodes[chosen].text != tree.nodes[rejected].text
+                and tree.nodes[chosen].text.strip() != tree.nodes[rejected].text.strip()
             ]
     return found
 

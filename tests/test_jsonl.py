@@ -236,7 +236,8 @@ def test_require_same_names_each_difference():
         require_same({"n": 4, "t": 0.7, "old": 1}, {"n": 6, "t": 0.7, "new": "x"}, "f.jsonl")
     assert str(caught.value) == (
         "f.jsonl was made with other settings: "
-        "n was 4, now 6; new was not given, now 'x'; old was 1, now not given"
+        "n was 4, now 6; new was not given, now 'x'; old was 1, now not given "
+        "(--overwrite, or removing it, starts anew)"
     )
 
 
@@ -306,9 +307,8 @@ def test_atomic_output_to_stdout_flushes_each_line(monkeypatch):
 
 def save(path: Path, ids: list[str], **kwargs: bool) -> list[str]:
     """Write what of `ids` the file lacks; returns the ids that were there, as gen does."""
-    out = ResumableOutput(str(path), **kwargs)
-    kept = [record.id for record in out.kept(Task)]
-    with out:
+    with ResumableOutput(str(path), **kwargs) as out:
+        kept = [record.id for record in out.kept(Task)]
         for id in ids:
             if id not in kept:
                 out.write(task(id))
@@ -349,37 +349,31 @@ def test_a_failing_resume_leaves_the_file_alone(path):
     """Nothing is cut before there is something to write."""
     content = line("a") + line("b")[:-3]
     path.write_bytes(content)
-    out = ResumableOutput(str(path), resume=True)
-    assert len(list(out.kept(Task))) == 1
-    with pytest.raises(InputError), out:
+    with pytest.raises(InputError, match="bad"), ResumableOutput(str(path), resume=True) as out:  # noqa: PT012
+        assert len(list(out.kept(Task))) == 1
         raise InputError("the input is bad")
     assert path.read_bytes() == content
 
 
 def test_truncate_to(path):
     path.write_bytes(b"".join(map(line, "abcd")) + b"{to")
-    out = ResumableOutput(str(path), resume=True)
-    assert len(list(out.kept(Task))) == 4
-    out.truncate_to(3)
-    with out:
+    with ResumableOutput(str(path), resume=True) as out:
+        assert len(list(out.kept(Task))) == 4
+        out.truncate_to(3)
         out.write(task("z"))
     assert path.read_bytes() == b"".join(map(line, "abcz"))
-    out = ResumableOutput(str(path), resume=True)
-    list(out.kept(Task))
-    out.truncate_to(0)
-    with out:
-        pass
+    with ResumableOutput(str(path), resume=True) as out:
+        list(out.kept(Task))
+        out.truncate_to(0)
     assert path.read_bytes() == b""
 
 
 def test_overwrite_keeps_the_old_file_until_the_first_record(path):
     path.write_bytes(b"old\n")
-    out = ResumableOutput(str(path), overwrite=True)
-    with pytest.raises(InputError), out:
+    with pytest.raises(InputError), ResumableOutput(str(path), overwrite=True):
         raise InputError("the model cannot be loaded")
     assert path.read_bytes() == b"old\n"
-    out = ResumableOutput(str(path), overwrite=True)
-    with out:
+    with ResumableOutput(str(path), overwrite=True) as out:
         assert path.read_bytes() == b"old\n"
         out.write(task("a"))
         assert path.read_bytes() == line("a"), "every record is flushed"
@@ -395,7 +389,7 @@ def test_an_empty_input_makes_an_empty_file(path):
 def test_existing_and_contradicting(path):
     path.write_bytes(b"old\n")
     with pytest.raises(OutputError, match=r"exists: --resume goes on .*--overwrite replaces it"):
-        ResumableOutput(str(path))
+        save(path, ["a"])
     with pytest.raises(SettingError, match="exclude each other"):
         ResumableOutput(str(path), resume=True, overwrite=True)
     with pytest.raises(SettingError, match="needs a file"):
@@ -417,10 +411,9 @@ def test_resuming_any_prefix_gives_the_full_file(tmp_path, questions, cut):
     full = b"".join(map(dumps, records))
     whole = full[: round(cut * len(full))]
     path.write_bytes(whole)
-    out = ResumableOutput(str(path), resume=True)
-    kept = {record.id for record in out.kept(Task)}
-    assert len(kept) == whole.count(b"\n")
-    with out:
+    with ResumableOutput(str(path), resume=True) as out:
+        kept = {record.id for record in out.kept(Task)}
+        assert len(kept) == whole.count(b"\n")
         for record in records:
             if record.id not in kept:
                 out.write(record)

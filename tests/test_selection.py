@@ -195,6 +195,12 @@ def test_pairs_worked_out_on_paper():
     assert found(FAMILY, 0.4, 0.2, extremes=True) == [(1, 3), (4, 5)]
 
 
+def test_blanks_at_the_ends_make_no_other_turn():
+    """A tree of others; pairs that dpo would refuse."""
+    made = tree((0, "Alice", "a", 0.9), (0, "Alice", "a ", 0.1), (0, "Alice", "\nb", 0.2))
+    assert found(made, 0.4, 0.2) == [(1, 3)]
+
+
 def test_the_prompt_is_the_speaker_s_view_of_the_conversation_so_far():
     pair = pairs(FAMILY, 0.4, 0.2)[-1]
     bob = TEAM.agents[1]

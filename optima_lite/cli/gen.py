@@ -96,13 +96,12 @@ def command(
         "load": loading.load,
     }
     refuse_input(input, output)
-    out = ResumableOutput(output, resume=resume, overwrite=overwrite)
-    done = _finished(out, model, n, settings)
-    waiting = (
-        dialogue.start(task, its_team, n, sampling, pool)
-        for task, its_team in left_to_do(reader, fixed_team, done)
-    )
-    with out:
+    with ResumableOutput(output, resume=resume, overwrite=overwrite) as out:
+        done = _finished(out, model, n, settings)
+        waiting = (
+            dialogue.start(task, its_team, n, sampling, pool)
+            for task, its_team in left_to_do(reader, fixed_team, done)
+        )
         first = next(waiting, None)
         if first is not None:  # nothing to do needs no model
             from optima_lite.engines.hf import HFEngine
@@ -155,6 +154,8 @@ def _finished(out: ResumableOutput, model: str, n: int, settings: dict[str, Any]
             if lines != whole:
                 raise incomplete(out.path, whole, last[0].task.id, len(last), n)
             last = []
+        if record.task.id in done:
+            raise out.error(f"{record.task.id} appeared before: it has more than {n} lines")
         last.append(record)
         lines += 1
         if len(last) == n:

@@ -70,19 +70,19 @@ def command(
         raise click.UsageError("--loss-context goes with --model: --reuse keeps the losses")
     reader = Reader(input, Trajectory, skip_bad, options.bad_line)
     refuse_input(input, output)
-    out = ResumableOutput(output, resume=resume, overwrite=overwrite)
-    base = None
-    if model:
-        base = resolve(model).without_adapter
+    base = resolve(model).without_adapter if model else None
     settings = {
         "lambda_token": weights.token,
         "lambda_loss": weights.loss,
         "loss_context": None if reuse else loss_context,
         "base": base.name if base else None,
     }
-    done = _finished(out, settings, reuse)
     engine: Any = None
-    with out, options.progress(unit="conv", desc="score") as bar:
+    with (
+        ResumableOutput(output, resume=resume, overwrite=overwrite) as out,
+        options.progress(unit="conv", desc="score") as bar,
+    ):
+        done = _finished(out, settings, reuse)
         for group in groups(reader, lambda t: t.task.id):
             if not whole_group(reader, group):
                 continue
@@ -167,9 +167,11 @@ def _finished(out: ResumableOutput, settings: dict[str, Any], reuse: bool) -> Ke
         if reuse:
             old |= {"base": None, "loss_context": None}
         require_same(old, settings, out.path)
-        if done and record.task.id not in done and isinstance(wanted, int):
+        if done and record.task.id != next(reversed(done)):
+            if record.task.id in done:
+                raise out.error(f"{record.task.id} appeared before: remove one of the two groups")
             name, last = next(reversed(done.items()))
-            if len(last) < wanted:
+            if isinstance(wanted, int) and len(last) < wanted:
                 raise incomplete(out.path, lines - len(last), name, len(last), wanted)
         done.setdefault(record.task.id, []).append(_fingerprint(record))
         lines += 1

@@ -99,7 +99,7 @@ def command(
                 else:
                     _refuse_tree_options()
                     counts = FromTrajectories(theta, top)
-            if not isinstance(group[0], counts.kind):
+            if not all(isinstance(record, counts.kind) for record in group):
                 raise reader.error("trajectories and trees in one file")
             try:
                 check_fits(group[0].team, group[0].task)
@@ -221,8 +221,9 @@ class FromTrees:
         found: list[Pair] = pairs(group[0], self.theta, self.theta_diff, self.extremes)
         self.found += len(found)
         self.without += not found
-        for index in top_share([pair.chosen_value for pair in found], self.share_of_tree):
-            choice.add(found[index].chosen_value, [found[index]])
+        values = [pair.chosen_value or 0.0 for pair in found]
+        for index in top_share(values, self.share_of_tree):
+            choice.add(values[index], [found[index]])
 
     def report(self, found: int, kept: int, lines: int) -> list[str]:
         said = [

@@ -118,15 +118,14 @@ def command(
         "load": loading.load,
     }
     refuse_input(input, output)
-    out = ResumableOutput(output, resume=resume, overwrite=overwrite)
     base_model = resolve(base or model).without_adapter
-    done = _finished(out, {**settings, "model": model, "base": base_model.name})
     numbers = search.Search(iterations, simulations, candidates, expand_distance, merge_distance)
-    waiting = (
-        search.Growing(task, its_team, sampling, numbers, weights)
-        for task, its_team in left_to_do(reader, fixed_team, done)
-    )
-    with out:
+    with ResumableOutput(output, resume=resume, overwrite=overwrite) as out:
+        done = _finished(out, {**settings, "model": model, "base": base_model.name})
+        waiting = (
+            search.Growing(task, its_team, sampling, numbers, weights)
+            for task, its_team in left_to_do(reader, fixed_team, done)
+        )
         first = next(waiting, None)
         if first is not None:  # nothing to do needs no model
             from optima_lite.engines.hf import HFEngine
@@ -177,5 +176,7 @@ def _finished(out: ResumableOutput, settings: dict[str, Any]) -> Kept:
     for record in out.kept(Tree):
         old = {**record.settings, "model": record.model, "base": record.base}
         require_same(old, settings, out.path)
+        if record.id in done:
+            raise out.error(f"the tree of {record.id} appeared before: remove one of the two")
         done[record.id] = made_from(record.task, record.team)
     return Kept(out.path, done)

@@ -266,6 +266,7 @@ def test_gen_resume_names_the_settings_that_differ(launcher, copy, tiny_dir):
     assert line == (
         f"error: {copy.talks} was made with other settings: load was 'fp32', now 'bf16'; "
         "n was 3, now 4; seed was 0, now 3; temperature was 0.7, now 0.5"
+        " (--overwrite, or removing it, starts anew)"
     )
     line = refuses(launcher, copy.talks, "gen", copy.tasks, "--model", "x/y", *LIMITS, *gen[4:])
     assert f"other settings: model was '{tiny_dir}', now 'x/y'" in line
@@ -321,15 +322,15 @@ def test_score_resume_names_the_settings_that_differ(launcher, copy, tiny_dir, t
     score = ["score", copy.talks, "-o", copy.scored, "--resume"]
     model = ["--model", tiny_dir, "--load", "fp32"]
     line = refuses(launcher, copy.scored, *score, *model, "--lambda-token", 0.1)
-    assert line.endswith("made with other settings: lambda_token was 0.6, now 0.1")
+    assert "made with other settings: lambda_token was 0.6, now 0.1" in line
     line = refuses(launcher, copy.scored, *score, *model, "--lambda-loss", 2)
-    assert line.endswith("lambda_loss was 1.0, now 2.0")
+    assert "lambda_loss was 1.0, now 2.0" in line
     line = refuses(launcher, copy.scored, *score, *model, "--loss-context", "dialogue")
-    assert line.endswith("loss_context was 'none', now 'dialogue'")
+    assert "loss_context was 'none', now 'dialogue'" in line
     other = tmp_path / "other"
     shutil.copytree(tiny_dir, other)
     line = refuses(launcher, copy.scored, *score, "--model", other)
-    assert line.endswith(f"base was '{tiny_dir.resolve()}', now '{other}'")
+    assert f"base was '{tiny_dir.resolve()}', now '{other}'" in line
 
 
 def test_score_resume_refuses_other_input(launcher, copy, tiny_dir):
@@ -468,11 +469,19 @@ def test_trees_and_trajectories_do_not_mix(launcher, made, tiny_dir, tmp_path):
     argv = ["tree", made.tasks, "--model", tiny_dir, *LIMITS[:6], "--iterations", 1]
     launcher.ok(*argv, "--simulations", 1, "-o", trees)
     mixed = tmp_path / "mixed.jsonl"
+    lines = trees.read_bytes().splitlines(keepends=True)
     other = made.scored.read_bytes().replace(b"relay/train/", b"relay/other/")
-    mixed.write_bytes(other + trees.read_bytes())
-    result = launcher.run("select", mixed, "--theta", -9)
-    assert result.code == 1
-    assert "trajectories and trees in one file" in result.stderr
+    one_task = made.scored.read_bytes().splitlines(keepends=True)[:N] + lines[:1]
+    for content in (other + trees.read_bytes(), b"".join(one_task), b"".join(one_task[::-1])):
+        mixed.write_bytes(content)
+        result = launcher.run("select", mixed, "--theta", -9)
+        assert result.code == 1
+        assert "trajectories and trees in one file" in result.stderr
+    # What two runs on one output would have left.
+    trees.write_bytes(b"".join(lines[:2] + lines[:1]))
+    line = refuses(launcher, trees, *argv, "--simulations", 1, "-o", trees, "--resume")
+    assert f"{trees}:3: the tree of " in line
+    assert "appeared before" in line
 
 
 def test_a_tree_whose_prompts_cannot_be_shown(launcher, made, tiny_dir, tmp_path):
@@ -554,6 +563,19 @@ def test_resume_refuses_a_hole_in_the_middle(launcher, copy, tiny_dir, command):
     out.write_bytes(b"".join(lines[:N]))
     launcher.ok(*argv)
     assert out.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("command", ["gen", "score"])
+def test_resume_refuses_a_group_that_comes_twice(launcher, copy, tiny_dir, command):
+    source, out = (copy.tasks, copy.talks) if command == "gen" else (copy.talks, copy.scored)
+    more = LIMITS if command == "gen" else ["--load", "fp32"]
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[: 2 * N] + lines[:N]))
+    line = refuses(
+        launcher, out, command, source, "--model", tiny_dir, *more, "-o", out, "--resume"
+    )
+    assert f"{out}:{2 * N + 1}: " in line
+    assert "appeared before" in line
 
 
 @pytest.mark.parametrize("command", ["gen", "score"])
