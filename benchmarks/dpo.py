@@ -120,7 +120,7 @@ def our_trainer(policy: Any, made: list[Any], folder: Path, micro_tokens: int) -
     steps = plan(made, settings)
     trainer = make_trainer(policy, steps, settings, LoadOptions("bf16", "cpu"), directory)
     with in_blocks(policy):
-        trainer.prepare(settings, 0)
+        trainer.prepare(settings, len(made), 0)
         trainer.train()
 
 

@@ -73,11 +73,13 @@ class ChatEncoder:
             self._accepts("system", "assistant", "user", "assistant") and self._accepts("system")
         )
         self.repeats = self._accepts("user", "user", "assistant", "user", "user")
-        if not self._accepts("user", "assistant", "user", "assistant"):
+        try:
+            self._literals(("user", "assistant", "user", "assistant"), False)
+        except ModelError as error:
             raise ModelError(
                 f"{tokenizer.name_or_path}: its chat template cannot show a conversation "
-                "of user and assistant"
-            )
+                f"of user and assistant ({str(error).rpartition(': ')[2]})"
+            ) from None
         before = self._literals(("user", "assistant"), False)[1]
         self._lead = " " if before.endswith(" ") and not before.endswith("  ") else ""
         probe = self.encode([_user("a"), _assistant("b"), _user("c"), _assistant("d")])

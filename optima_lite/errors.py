@@ -44,3 +44,7 @@ class ModelError(OptimaError):
 
 class TrainingError(OptimaError):
     """The data or the settings of a training run cannot work."""
+
+
+class Diverged(TrainingError):
+    """Training led to numbers that are not finite; there is nothing to go on from."""

@@ -224,13 +224,13 @@ class Trajectory(Record):
 class Example(Record):
     """One agent's view of a selected conversation: an SFT example in TRL's conversational format.
 
-    Every `assistant` message is trained, nothing else is.
+    Every `assistant` message is trained, nothing else is. Only `messages` is needed for training.
     """
 
     messages: tuple[dict[str, Any], ...] = doc("`[{role, content}]`: system, user, assistant, …")
-    agent: str = doc("whose view it is")
-    trajectory_id: str = doc("where it comes from")
-    reward: float = doc("the trajectory's reward")
+    agent: str = doc("whose view it is", default="")
+    trajectory_id: str = doc("where it comes from", default="")
+    reward: float | None = doc("the trajectory's reward", default=None)
     extra: dict[str, Any] = _extra()
 
     def check(self) -> None:
@@ -326,21 +326,22 @@ class Tree(Record):
 class Pair(Record):
     """Two turns that could follow the same conversation: a DPO pair in TRL's conversational format.
 
-    `prompt` is the speaker's view of the conversation so far.
+    `prompt` is the speaker's view of the conversation so far. The rest says where the pair comes
+    from and is not needed for training.
     """
 
     prompt: tuple[dict[str, Any], ...] = doc("`[{role, content}]`")
     chosen: tuple[dict[str, Any], ...] = doc("the better turn, one `assistant` message")
     rejected: tuple[dict[str, Any], ...] = doc("the worse turn, one `assistant` message")
-    agent: str = doc("who speaks")
-    task_id: str = doc("the tree it comes from")
-    node: int = doc("the node that both turns follow")
-    chosen_node: int = doc("the better turn's node")
-    rejected_node: int = doc("the worse turn's node")
-    chosen_value: float = doc("the better turn's value")
-    rejected_value: float = doc("the worse turn's value")
-    chosen_visits: int = doc("conversations through the better turn")
-    rejected_visits: int = doc("conversations through the worse turn")
+    agent: str = doc("who speaks", default="")
+    task_id: str = doc("the tree it comes from", default="")
+    node: int | None = doc("the node that both turns follow", default=None)
+    chosen_node: int | None = doc("the better turn's node", default=None)
+    rejected_node: int | None = doc("the worse turn's node", default=None)
+    chosen_value: float | None = doc("the better turn's value", default=None)
+    rejected_value: float | None = doc("the worse turn's value", default=None)
+    chosen_visits: int | None = doc("conversations through the better turn", default=None)
+    rejected_visits: int | None = doc("conversations through the worse turn", default=None)
     extra: dict[str, Any] = _extra()
 
     def check(self) -> None:
@@ -353,6 +354,8 @@ class Pair(Record):
                     raise InputError(f'"{name}[{i}]" needs role and content, both text')
                 if message["role"] not in ROLES:
                     raise InputError(f'"{name}[{i}].role" is {message["role"]!r}')
+        if self.prompt[0]["role"] == "assistant":
+            raise InputError('"prompt" begins with an assistant message: nothing leads to it')
         for name in ("chosen", "rejected"):
             messages = getattr(self, name)
             if len(messages) != 1 or messages[0]["role"] != "assistant":

@@ -80,7 +80,7 @@ def command(
 
     def prepare(spec: ModelSpec, tokenizer: Any, chat: Any) -> training.Prepared:
         rows, dropped = pairs.encode(found, chat, settings.max_length)
-        lines = pairs.report(rows, dropped, dpo.plan(rows, settings))
+        lines = pairs.report(rows, dropped, dpo.plan(rows, settings), settings.max_length)
         return training.Prepared(
             [*lines, *pairs.marked(rows[0], chat)],
             dpo.resolved_settings(settings, spec, loading, rows),

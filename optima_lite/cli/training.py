@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,7 +21,11 @@ from optima_lite.engines.loading import (
     pick_device,
     resolve,
 )
-from optima_lite.errors import ModelError
+from optima_lite.errors import ModelError, OptimaError, OutputError
+from optima_lite.locks import only_writer
+
+if TYPE_CHECKING:
+    from optima_lite.training.run import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,8 @@ def check(target: Target, tune: str, loading: LoadOptions) -> None:
     """Refuse what cannot work before anything is read."""
     if target.output is None and not target.dry_run:
         raise click.UsageError("-o DIR is missing: where should the model go?")
+    if target.output is not None and not Path(target.output).name:  # "", ".", "/"
+        raise click.UsageError(f"-o {target.output!r} is no name for a directory to make")
     if tune == "full" and loading.load == "4bit":
         raise click.UsageError("--tune full cannot train 4-bit weights: use --load bf16")
 
@@ -159,36 +168,60 @@ def execute(
     if spec.adapter and options.given("lora_r"):
         options.notice(f"{command}: --lora-r is not used, since {model} has an adapter")
     directory = run.RunDirectory(Path(target.output)) if target.output is not None else None
-    if directory and run.is_main_process():
-        directory.check(resume=target.resume, overwrite=target.overwrite)
-    run.join(pick_device(loading.device))
-    tokenizer = load_tokenizer(spec, loading)
-    prepared = prepare(spec, tokenizer, ChatEncoder(tokenizer))
-    if target.dry_run:
-        for line in prepared.lines:
-            click.echo(line)
-        return
-    assert directory is not None
+    with ExitStack() as held:
+        if directory and run.is_main_process():
+            directory.check(resume=target.resume, overwrite=target.overwrite)
+            if not target.dry_run:
+                held.enter_context(only_writer(directory.out))
+        run.join(pick_device(loading.device))
+        tokenizer = load_tokenizer(spec, loading)
+        prepared = prepare(spec, tokenizer, ChatEncoder(tokenizer))
+        if target.dry_run:
+            for line in prepared.lines:
+                click.echo(line)
+        elif directory:
+            _train(command, directory, target, prepared)
+
+
+def _train(command: str, directory: RunDirectory, target: Target, prepared: Prepared) -> None:
+    from optima_lite.training import run
+
     notice = options.notice if run.is_main_process() else _silent
     if not directory.open(prepared.settings, resume=target.resume, overwrite=target.overwrite):
-        notice(f"{command}: {target.output} is finished")
+        notice(f"{command}: {directory.out} is finished")
         return
     for line in prepared.lines:
         notice(f"{command}: {line}")
     started = time.monotonic()
     try:
         last = prepared.train(directory)
-    except (RuntimeError, MemoryError) as error:
+    except OptimaError:
+        raise
+    except Exception as error:
         if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
             raise ModelError(
                 "out of memory: try --gradient-checkpointing, --load 4bit, or less at once "
                 "(sft --micro-batch-size, dpo --micro-tokens)"
             ) from error
+        if _while_writing(error):
+            free = shutil.disk_usage(directory.partial.parent).free / 2**20
+            raise OutputError(
+                f"{directory.partial} cannot be written; {free:.0f} MB are free on its disk: make "
+                "room, then --resume"
+            ) from error
         raise
     notice(
-        f"{command}: {target.output} is finished: {options.plural(last['steps'], 'step')}, "
+        f"{command}: {directory.out} is finished: {options.plural(last['steps'], 'step')}, "
         f"mean loss {last['loss']:.4f}, {time.monotonic() - started:.0f} s"
     )
+
+
+def _while_writing(error: Exception) -> bool:
+    """Whether this is torch's or safetensors' way to say that a disk is full, say."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    signs = ("inline_container.cc", "PytorchStreamWriter", "Error while serializing: I/O error")
+    return any(sign in str(error) for sign in signs)
 
 
 def _silent(message: str) -> None:

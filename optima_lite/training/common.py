@@ -26,7 +26,7 @@ from optima_lite.engines.loading import (
     pick_dtype,
     quiet,
 )
-from optima_lite.errors import TrainingError
+from optima_lite.errors import Diverged, TrainingError
 from optima_lite.training.run import LOG, RunDirectory, RunLog
 
 
@@ -86,17 +86,22 @@ def complete(
 ) -> dict[str, Any]:
     """Train, from the last checkpoint if there is one, and finish the model directory.
 
-    Returns `steps` and `loss`, the mean over the steps.
+    Returns `steps` and `loss`, the mean over the steps. Raises Diverged.
     """
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for records
     checkpoint = directory.last_checkpoint()
     for module in ("trainer", "trainer_utils"):  # they comment on checkpoints
         logging.getLogger(f"transformers.{module}").setLevel(logging.ERROR)
-    with quiet():
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    trained = (p for p in trainer.model.parameters() if p.requires_grad)
-    if not all(bool(torch.isfinite(p).all()) for p in trained):
-        raise TrainingError("the last step left weights that are not finite: lower --lr")
+    try:
+        with quiet():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trained = (p for p in trainer.model.parameters() if p.requires_grad)
+        if not all(bool(torch.isfinite(p).all()) for p in trained):
+            raise Diverged("the last step left weights that are not finite: lower --lr")
+    except Diverged:
+        if trainer.is_world_process_zero():
+            directory.abandon()
+        raise
     with quiet():
         trainer.save_model(str(directory.model))
     if trainer.is_world_process_zero():

@@ -87,7 +87,7 @@ def train(
     trainer = make_trainer(model, made, settings, options, directory)
     resumed = directory.last_checkpoint() is not None
     with nullcontext() if obstacle else in_blocks(model):
-        trainer.prepare(settings, tokenizer.pad_token_id or 0, resumed=resumed)
+        trainer.prepare(settings, len(rows), tokenizer.pad_token_id or 0, resumed=resumed)
         return complete(trainer, spec, tokenizer, directory)
 
 
@@ -144,10 +144,14 @@ def why_not_shared(model: Any, rows: Sequence[PairRow], pad: int) -> str | None:
 class DPOTrainer(ScheduledTrainer):
     """Trainer whose every item is one optimiser step, computed part by part."""
 
-    def prepare(self, settings: DPOSettings, pad: int, *, resumed: bool = False) -> None:
+    def prepare(
+        self, settings: DPOSettings, pairs: int, pad: int, *, resumed: bool = False
+    ) -> None:
         """Compute the reference log-probabilities with the model as it is now, which is the one
-        that training starts from, also where a checkpoint is loaded afterwards (`resumed`)."""
+        that training starts from, also where a checkpoint is loaded afterwards (`resumed`). `pairs`
+        is how many an epoch has."""
         self._settings = settings
+        self._steps_an_epoch = -(-pairs // share_of(settings.batch_size)) / self.args.world_size
         self._pad = pad
         self._sums: dict[str, float] = {}
         self._count = 0
@@ -226,6 +230,8 @@ class DPOTrainer(ScheduledTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the means over the pairs of this process since the last entry."""
+        # Trainer takes the whole plan for one epoch.
+        self.state.epoch = self.state.global_step / self._steps_an_epoch
         if self._count and "loss" in logs:
             logs = logs | {name: total / self._count for name, total in self._sums.items()}
             self._sums, self._count = {}, 0

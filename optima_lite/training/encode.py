@@ -88,9 +88,7 @@ class Audit:
             f"{len(self.rows)} examples; {len(self.dropped)} dropped (prompt and own turns exceed "
             f"{self.max_length} tokens), {len(cut)} shortened in partners' turns"
         ]
-        if self.dropped:
-            more = f" and {len(self.dropped) - 3} more" if len(self.dropped) > 3 else ""
-            out.append(f"dropped: {', '.join(self.dropped[:3])}{more}")
+        out += dropped_line(self.dropped)
         out.append(f"tokens an example: {_range(lengths)}; trained: {_range(trained)}")
         if chat.tokenizer.bos_token_id is not None and chat.tokenizer.bos_token_id not in (
             chat.tokenizer.eos_token_id,
@@ -128,6 +126,12 @@ def audit(examples: Iterable[Example], chat: ChatEncoder, max_length: int) -> Au
             else "there are no examples to train on"
         )
     return Audit(rows, dropped, max_length, bos)
+
+
+def dropped_line(names: Sequence[str]) -> list[str]:
+    """Which examples or pairs were dropped, in at most one line."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"dropped: {', '.join(names[:3])}{more}"] if names else []
 
 
 def marked(row: Row, chat: ChatEncoder) -> str:

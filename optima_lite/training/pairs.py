@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from optima_lite.chat import ChatEncoder
 from optima_lite.errors import TrainingError
 from optima_lite.records import Pair
-from optima_lite.training.encode import fit
+from optima_lite.training.encode import dropped_line, fit
 from optima_lite.training.pack import Batch, Completion, Trie, collate
 
 
@@ -38,15 +38,18 @@ class Part:
         return collate(self.rows, pad, plain=self.plain)
 
 
-def encode(pairs: Iterable[Pair], chat: ChatEncoder, max_length: int) -> tuple[list[PairRow], int]:
-    """Tokenise all pairs; gives them and how many were dropped because they do not fit.
+def encode(
+    pairs: Iterable[Pair], chat: ChatEncoder, max_length: int
+) -> tuple[list[PairRow], list[str]]:
+    """Tokenise all pairs; gives them and the names of those dropped because they do not fit.
 
     Both turns keep the same prompt: partners' turns are cut as the longer one needs it. Raises
     TrainingError where both turns are the same, one is empty, or no pair is left.
     """
-    rows, dropped = [], 0
+    rows, dropped = [], []
     for number, pair in enumerate(pairs, start=1):
-        name = f"pair {number} ({pair.task_id} {pair.agent})"
+        source = f"{pair.task_id} {pair.agent}".strip()
+        name = f"pair {number}" + f" ({source})" * bool(source)
         sides = [chat.encode([*pair.prompt, *side]) for side in (pair.chosen, pair.rejected)]
         if not all(side.spans and side.spans[-1][1] - side.spans[-1][0] > 1 for side in sides):
             raise TrainingError(f"{name}: a turn is empty")
@@ -55,16 +58,16 @@ def encode(pairs: Iterable[Pair], chat: ChatEncoder, max_length: int) -> tuple[l
         excess = max(0, *(len(side.ids) - max_length for side in sides))
         fitted = [fit(side, name, len(side.ids) - excess) for side in sides]
         if fitted[0] is None or fitted[1] is None:
-            dropped += 1
+            dropped.append(name)
             continue
         chosen, rejected = (
             Completion(row.ids[: row.spans[-1][1]], row.spans[-1][0]) for row in fitted if row
         )
-        family = (pair.task_id, pair.agent)
+        family = (pair.task_id or pair.prompt[0]["content"], pair.agent)
         rows.append(PairRow(name, family, chosen, rejected, excess))
     if not rows:
         raise TrainingError(
-            f"no pair is left: all {dropped} exceed --max-length {max_length}"
+            f"no pair is left: all {len(dropped)} exceed --max-length {max_length}"
             if dropped
             else "there are no pairs to train on"
         )
@@ -154,7 +157,9 @@ def _longer(row: PairRow) -> int:
     return max(len(row.chosen.ids), len(row.rejected.ids))
 
 
-def report(rows: Sequence[PairRow], dropped: int, made: Sequence[Sequence[Part]]) -> list[str]:
+def report(
+    rows: Sequence[PairRow], dropped: Sequence[str], made: Sequence[Sequence[Part]], max_length: int
+) -> list[str]:
     """What training will see, in words."""
     apart = sum(len(row.chosen.ids) + len(row.rejected.ids) for row in rows)
     computed = sum(len(trie.ids) for step in made for part in step for trie in part.rows)
@@ -164,10 +169,12 @@ def report(rows: Sequence[PairRow], dropped: int, made: Sequence[Sequence[Part]]
     others = [len(r.rejected.ids) - r.rejected.start for r in rows]
     prompts = [row.chosen.start for row in rows]
     return [
-        f"{len(rows)} pairs of {len({row.family for row in rows})} views; {dropped} dropped, "
+        f"{len(rows)} pairs of {len({row.family for row in rows})} views; {len(dropped)} dropped "
+        f"(prompt and turns exceed {max_length} tokens), "
         f"{sum(row.cut > 0 for row in rows)} shortened in partners' turns",
+        *dropped_line(dropped),
         f"tokens: prompt {_range(prompts)}; chosen {_range(lengths)}; rejected {_range(others)}",
-        f"{len(made)} steps; shared prefixes leave {share:.0%} of the tokens to compute",
+        f"optimiser steps: {len(made)}; shared prefixes leave {share:.0%} of the tokens to compute",
     ]
 
 

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from optima_lite.errors import OutputError, SettingError, TrainingError
+from optima_lite.errors import Diverged, OutputError, SettingError
 from optima_lite.jsonl import require_same
 
 SETTINGS = "optima_lite.json"
@@ -55,7 +55,7 @@ class RunDirectory:
             raise OutputError(f"{self.out} exists and is not a model of ours: choose another -o")
         if self.out.exists() and not (resume or overwrite):
             raise OutputError(f"{self.out} exists: --overwrite trains it anew")
-        if self.partial.exists() and not (resume or overwrite):
+        if self._unfinished() and not (resume or overwrite):
             raise OutputError(
                 f"{self.partial} is an unfinished run: --resume goes on, --overwrite starts anew"
             )
@@ -73,7 +73,7 @@ class RunDirectory:
 
     def _open(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         self.check(resume=resume, overwrite=overwrite)
-        unfinished = (self.partial / SETTINGS).is_file()
+        unfinished = self._unfinished()
         finished = resume and self.out.exists()
         # Where both exist, somebody trains OUT anew (--overwrite) and was stopped; unless the
         # stop came between the renaming of the finished model and the removal of what it left.
@@ -99,6 +99,16 @@ class RunDirectory:
             if not (checkpoint / _WHOLE).is_file():
                 shutil.rmtree(checkpoint)
         shutil.rmtree(self.model, ignore_errors=True)
+
+    def _unfinished(self) -> bool:
+        """Whether there is a run to go on with."""
+        return (self.partial / SETTINGS).is_file()
+
+    def abandon(self) -> None:
+        """Leave the log of a run that nobody should go on with: the next one starts anew, with
+        whatever settings."""
+        (self.partial / SETTINGS).unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def last_checkpoint(self) -> Path | None:
         """The latest whole checkpoint."""
@@ -154,9 +164,7 @@ class RunLog(TrainerCallback):
             self._bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
             # The gradient may be inf now and then in fp16: the scaler leaves such steps out.
             if not all(math.isfinite(float(v)) for k, v in logs.items() if k != "grad_norm"):
-                raise TrainingError(
-                    f"the loss of step {state.global_step} is not finite: lower --lr"
-                )
+                raise Diverged(f"the loss of step {state.global_step} is not finite: lower --lr")
         if state.is_world_process_zero:
             self.write(self._directory.partial / LOG, state)
 

@@ -6,6 +6,8 @@ import copy
 import json
 import logging
 import math
+import resource
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,8 @@ from transformers import MambaConfig, MambaForCausalLM
 from optima_lite.chat import ChatEncoder
 from optima_lite.cli.dpo import command
 from optima_lite.engines.loading import LoadOptions, load_tokenizer, resolve
-from optima_lite.errors import OutputError, TrainingError
+from optima_lite.errors import InputError, OutputError, TrainingError
+from optima_lite.locks import only_writer
 from optima_lite.records import Pair
 from optima_lite.training import dpo
 from optima_lite.training.dpo import (
@@ -98,7 +101,7 @@ def trainer_of(
     directory = RunDirectory(out)
     directory.open({}, resume=False, overwrite=False)
     trainer = make_trainer(model, plan(rows, s, plain=plain), s, FP32, directory)
-    trainer.prepare(s, pad, resumed=resumed)
+    trainer.prepare(s, len(rows), pad, resumed=resumed)
     return trainer
 
 
@@ -428,6 +431,8 @@ def test_a_run_starts_at_ln_2_and_learns(tiny_dir: Path, tmp_path: Path) -> None
         assert entries[0]["dpo_loss"] == pytest.approx(math.log(2), abs=1e-6)
         assert entries[0]["rewards/chosen"] == entries[0]["rewards/margin"] == 0
         assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
+        # Six pairs, three a step.
+        assert [entry["epoch"] for entry in entries] == [entry["step"] / 2 for entry in entries]
     assert log(first)[-1]["rewards/accuracy"] == 1
     assert log(first)[-1]["dpo_loss"] < 0.5
 
@@ -495,6 +500,67 @@ def test_a_run_that_diverges_is_not_finished(tiny_dir: Path, tmp_path: Path) -> 
     assert isinstance(result.exception, TrainingError)
     assert "not finite: lower --lr" in str(result.exception)
     assert not out.exists()
+    # Nothing of it can be gone on with, so nothing stands in the way of another rate.
+    assert [p.name for p in (tmp_path / "out.partial").iterdir()] == [LOG]
+    for way in ([], ["--resume"]):
+        result = invoke(tiny_dir, tmp_path, "-o", str(out), "--lr", "1e-4", *way)
+        assert result.exit_code == 0, result.output
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_full_disk_is_called_one(tiny_dir: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for it: the same calls fail in the same way."""
+    out = tmp_path / "out"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for every in ("1", "50"):  # torch's checkpoint, safetensors' model
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            result = invoke(tiny_dir, tmp_path, "-o", str(out), "--checkpoint-every", every)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert isinstance(result.exception, OutputError), result.exception
+        assert "out.partial cannot be written" in str(result.exception)
+        assert "MB are free" in str(result.exception)
+        shutil.rmtree(tmp_path / "out.partial")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_a_directory_without_a_name(name: str, tiny_dir: Path, tmp_path: Path) -> None:
+    result = invoke(tiny_dir, tmp_path, "-o", name)
+    assert result.exit_code == 2
+    assert "is no name for a directory to make" in result.stderr
+
+
+def test_a_second_run_in_one_directory_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with only_writer(out):
+        result = invoke(tiny_dir, tmp_path, "-o", str(out))
+    assert "another run is writing" in str(result.exception)
+    assert not out.with_name("out.partial").exists()
+
+
+def test_pairs_of_others(tiny_dir: Path, tmp_path: Path) -> None:
+    """TRL's conversational format without our fields; pairs of one prompt share it."""
+    plain = [{k: p.to_dict()[k] for k in ("prompt", "chosen", "rejected")} for p in pairs()]
+    foreign = [Pair.from_dict(p) for p in plain]
+    assert [p.to_dict() for p in foreign] == [p | {"agent": "", "task_id": ""} for p in plain]
+    result = invoke(tiny_dir, tmp_path, "-o", str(tmp_path / "out"), made=foreign)
+    assert result.exit_code == 0, result.output
+    assert "6 pairs of 1 views" in result.stderr  # they begin with the same message
+    assert "first pair: pair 1\n" in result.stderr
+    with pytest.raises(InputError, match="begins with an assistant message"):
+        Pair.from_dict(plain[0] | {"prompt": [{"role": "assistant", "content": "hm"}]})
+
+
+def test_dropped_pairs_are_named(tiny_dir: Path, tmp_path: Path) -> None:
+    long = replace(pairs()[0], chosen=({"role": "assistant", "content": "yes " * 300},))
+    result = invoke(
+        tiny_dir, tmp_path, "--dry-run", "--max-length", "200", made=[long, *pairs()[1:]]
+    )
+    assert result.exit_code == 0, result.output
+    assert "1 dropped (prompt and turns exceed 200 tokens)" in result.stdout
+    assert "dropped: pair 1 (a Alice)" in result.stdout
 
 
 def test_resume_leaves_an_unfinished_run_with_other_settings_alone(
@@ -531,7 +597,7 @@ def test_long_conversations_lose_partners_turns_only() -> None:
     chat = ChatEncoder(tiny_tokenizer("smollm2"))
     (whole,), _ = encode(pairs()[-1:], chat, 500)
     (cut,), dropped = encode(pairs()[-1:], chat, len(whole.chosen.ids) - 10)
-    assert dropped == 0
+    assert dropped == []
     assert cut.cut >= 10
     assert cut.chosen.ids[: cut.chosen.start] == cut.rejected.ids[: cut.rejected.start]
     for side, old in ((cut.chosen, whole.chosen), (cut.rejected, whole.rejected)):
