@@ -1,4 +1,5 @@
 # make demo   set up and run the demo (recipes/quickstart.sh), about 15 minutes on 2 cores
+# make install  set up .venv
 # make test   set up and run the fast tests
 # make check  format, lint, types, tests, docs
 # make slow   the slow tests: real weights, long training
@@ -11,11 +12,13 @@ DONE := $(VENV)/.installed
 # A CPU build where there is no GPU: later torch releases pull CUDA packages of several GB.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test check slow docs format clean
+.PHONY: demo install test check slow docs format clean
 .DEFAULT_GOAL := test
 
 demo: $(DONE)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash recipes/quickstart.sh
+
+install: $(DONE)
 
 test: $(DONE)
 	$(BIN)/python -m pytest

@@ -34,6 +34,7 @@ Commands exchange JSON Lines: UTF-8, one JSON object a line, `\\n` at the end of
 self-contained (a trajectory holds its task and its team), so a pipe needs no side files.
 
     tasks -> Task -> gen -> Trajectory -> score -> Trajectory + reward -> select -> Example -> sft
+             Task -> tree -> Tree -> select -> Pair -> dpo
 
 A field that a class below does not know is kept and written back by every command, at every level.
 An optional field that is not set is left out of the line. A required field of a type "or null" has

@@ -28,17 +28,18 @@ fi
 LR=${LR:-$([ "$TUNE" = full ] && echo 2e-5 || echo 2e-4)}
 DPO_LR=${DPO_LR:-$([ "$TUNE" = full ] && echo 5e-7 || echo 5e-6)}
 
-GEN="-t 0.7 $EVAL_GEN"
-INIT_GEN="-t 0.3 --formats $EVAL_GEN"   # round 0: a random format text ends each prompt
-SCORE="--lambda-token 0.6 --lambda-loss 1"
-SELECT="--theta $THETA --top 0.7"
-PAIRS="--theta $THETA_FILTER --theta-diff $THETA_DIFF --top 0.5"
-SFT="--epochs 3 --batch-size 32 --lr $LR"
-INIT_SFT=$SFT
-DPO="--epochs 1 --batch-size 64 --lr $DPO_LR --beta 0.1 --alpha 1"
+GEN=${GEN:-"-t 0.7 $EVAL_GEN"}
+INIT_GEN=${INIT_GEN:-"-t 0.3 --formats $EVAL_GEN"}   # round 0: a random format text ends each prompt
+SCORE=${SCORE:-"--lambda-token 0.6 --lambda-loss 1"}
+SELECT=${SELECT:-"--theta $THETA --top 0.7"}
+PAIRS=${PAIRS:-"--theta $THETA_FILTER --theta-diff $THETA_DIFF --top 0.5"}
+INIT_SFT=${INIT_SFT:-${SFT:-"--epochs 3 --batch-size 32 --lr $LR"}}
 if [ "$METHOD" = isft_dpo ]; then
-  SFT="--epochs 2 --batch-size 32 --lr $LR"
-  DPO="--epochs 1 --batch-size 64 --lr $DPO_LR --beta 0.5 --alpha 0"
+  SFT=${SFT:-"--epochs 2 --batch-size 32 --lr $LR"}
+  DPO=${DPO:-"--epochs 1 --batch-size 64 --lr $DPO_LR --beta 0.5 --alpha 0"}
+else
+  SFT=${SFT:-"--epochs 3 --batch-size 32 --lr $LR"}
+  DPO=${DPO:-"--epochs 1 --batch-size 64 --lr $DPO_LR --beta 0.1 --alpha 1"}
 fi
 
 # bash reads a script as it goes: with exit in the same line, this file may be edited during a run.

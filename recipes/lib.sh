@@ -27,7 +27,9 @@
 # resume, select and tasks write whole files. Commands are printed as they run. In an OUT that is
 # there, ROUNDS and HELD_OUT may grow. Other settings may change until a result has come of them: a
 # mistyped MODEL until something was measured, SFT until the first model is trained. From then on
-# the recipe refuses to go on with others.
+# the recipe refuses to go on with others. A step that was begun with other settings says so: give
+# those again, or remove the file or directory it names. One run at a time writes to a file; methods
+# may run side by side in one OUT once the initialization is there.
 
 set -euo pipefail
 
@@ -54,13 +56,14 @@ isft_dpo() { train isft_dpo "$@"; }
 train() {
   local method=$1 name=$2 tasks=$3 test=$4
   DIR=${OUT:-runs/$name-seed$SEED}
+  # Each round has a seed of its own, SEED * 1000 + round, and --seed ends at 2^32 - 1.
+  whole SEED 0 4294000
+  whole ROUNDS 0 999
   local number
-  for number in SEED ROUNDS HELD_OUT TASKS N TREES; do
-    if [[ ! ${!number:-0} =~ ^[0-9]+$ ]]; then
-      echo "error: $number is a whole number, not ${!number}" >&2
-      exit 2
-    fi
-  done
+  for number in HELD_OUT TASKS N TREES; do whole $number 1 999999999; done
+  one_of LOAD auto bf16 fp16 fp32 4bit
+  one_of TUNE lora full
+  one_of START previous base
   # As they stand in the command lines that are printed and run.
   OUT=$(printf %q "$DIR")
   BASE=$(printf %q "${BASE:-$MODEL}")
@@ -162,6 +165,25 @@ dpo_round() {
 # evaluate MODEL FILE — greedy conversations on the held-out tasks; not counted in the minutes.
 evaluate() {
   TIMES=/dev/null run "optima-lite gen $OUT/test.jsonl --model $1 -n 1 -t 0 --load $LOAD ${EVAL_GEN:-} --resume -o $2"
+}
+
+# whole VARIABLE LEAST MOST — stop unless it is such a whole number, or not set.
+whole() {
+  local value=${!1:-$2}
+  # Without leading zeros: bash would read them as octal. Length first: its numbers end somewhere.
+  if [[ ! $value =~ ^(0|[1-9][0-9]{0,9})$ ]] || ((value < $2 || value > $3)); then
+    echo "error: $1 is a whole number from $2 to $3, not $value" >&2
+    exit 2
+  fi
+}
+
+# one_of VARIABLE WORD… — stop unless it is one of the words, or not set.
+one_of() {
+  local name=$1 word
+  shift
+  for word in "$@"; do [ "${!name:-$1}" != "$word" ] || return 0; done
+  echo "error: $name is one of $*, not ${!name}" >&2
+  exit 2
 }
 
 # finished MODEL_DIR — whether it was trained. Its name is quoted as in the command lines.

@@ -21,12 +21,12 @@ HELD_OUT=${HELD_OUT:-200}   # test tasks; their names occur in no training task
 
 # Warmer than the paper's 0.7, since this model's one learned style varies little; no format texts
 # in the initialization round, as for MATH and GSM8K in the paper.
-GEN="-t 0.8 --batch-size 96"
+GEN=${GEN:-"-t 0.8 --batch-size 96"}
 # λ and θ are the paper's for HotpotQA; θ counts for little where the best of a task is right.
 SCORE=${SCORE:-"--lambda-token 0.6 --lambda-loss 1"}
-SELECT="--theta 0.5 --top 0.7"
+SELECT=${SELECT:-"--theta 0.5 --top 0.7"}
 # A rank-8 adapter of a 135M model on some 40 examples: more epochs and smaller steps than the paper.
-SFT="--epochs 2 --batch-size 8 --lr 3e-4"
+SFT=${SFT:-"--epochs 2 --batch-size 8 --lr 3e-4"}
 # R_token is relative to the longest of a tree's 24 conversations, not of 6: twice the weight, and a
 # smaller difference, or nearly no pair is about length.
 TREE=${TREE:-"--lambda-token 1.2"}

@@ -173,7 +173,7 @@ def test_models_and_files_may_have_spaces_and_numbers_are_checked(recipe, tmp_pa
     }  # fmt: skip
     done, lines = recipe("relay", "isft", OUT=tmp_path / "p", HELD_OUT="abc")
     assert (done.returncode, lines) == (2, [])
-    assert "HELD_OUT is a whole number, not abc" in done.stderr
+    assert "HELD_OUT is a whole number from 1 to 999999999, not abc" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["gen", "tree", "dpo", "sft"])
@@ -214,6 +214,34 @@ def test_unknown_methods_and_other_settings_are_refused(recipe, tmp_path) -> Non
     assert recipe("relay", "idpo", OUT=out, ROUNDS=1, **SMALL)[0].returncode == 0
     done, _ = recipe("relay", "idpo", OUT=out, ROUNDS=1, DPO="--beta 0.5", **SMALL)
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("SEED", value) for value in ("08", "5000000", "-1", "1" * 30)),
+        *((number, "0") for number in ("TREES", "TASKS", "N", "HELD_OUT")),
+        *(("ROUNDS", "two"), ("TUNE", "bogus"), ("LOAD", "8bit"), ("START", "end")),
+    ],
+)
+def test_values_that_cannot_work_are_refused_at_once(recipe, tmp_path, name, value) -> None:
+    done, lines = recipe("relay", OUT=tmp_path / "out", **SMALL | {name: value})
+    assert (done.returncode, lines) == (2, [])
+    assert done.stderr.startswith(f"error: {name} is ")
+    assert value in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["relay", "hotpotqa"])
+def test_options_of_single_commands_come_from_outside(recipe, tmp_path, name) -> None:
+    given = {"GEN": "-t 0.11", "INIT_GEN": "-t 0.12", "SCORE": "--lambda-token 0.13"}
+    given |= {"SELECT": "--theta 0.14", "INIT_SELECT": "--theta 0.15", "SFT": "--epochs 16"}
+    given |= {"INIT_SFT": "--epochs 17", "PAIRS": "--theta 0.18", "DPO": "--epochs 19"}
+    done, lines = recipe(name, "isft_dpo", OUT=tmp_path / "out", ROUNDS=2, **SMALL | given)
+    assert done.returncode == 0, done.stderr
+    text = "\n".join(lines)
+    for value in given.values():
+        assert f" {value} " in f"{text} ".replace("\n", " \n"), value
 
 
 def test_settings_may_change_until_something_came_of_them(recipe, tmp_path) -> None:
