@@ -224,7 +224,8 @@ def refuse_input(input: str, output: str) -> None:
 def atomic_output(path: str, *, overwrite: bool = False) -> Iterator[Callable[[bytes], None]]:
     """Yield a function that writes bytes to stdout ("-") or to `path`, whole or not at all.
 
-    Writes to stdout are flushed one by one, so that a reader downstream can start.
+    Writes to stdout are flushed one by one, so that a reader downstream can start. Raises
+    OutputError where the file may not be written, or another run is writing it.
     """
     check_free(path, overwrite=overwrite)
     if path == "-":
@@ -235,17 +236,22 @@ def atomic_output(path: str, *, overwrite: bool = False) -> Iterator[Callable[[b
             yield _writer(stream, flush=True)
         return
     target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            yield _writer(stream, flush=False)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    # A run that appends to the file would go on writing to one that has no name any more.
+    with only_writer(path):
+        try:
+            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        except OSError as error:
+            raise OutputError(f"{path}: {error.strerror}") from None
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                yield _writer(stream, flush=False)
+                stream.flush()
+                os.fsync(stream.fileno())
+            usual_mode(name)
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
 
 
 class ResumableOutput:
@@ -262,6 +268,8 @@ class ResumableOutput:
             raise SettingError("--resume and --overwrite exclude each other")
         if resume and path == "-":
             raise SettingError("--resume needs a file: add -o FILE")
+        if resume and Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+            raise SettingError(f"--resume needs a file, and {path} is a pipe or device")
         self.path = path
         self._resume, self._overwrite = resume, overwrite
         self._stream: IO[bytes] | None = None
@@ -439,7 +447,8 @@ def _write_stdout(data: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _umask() -> int:
+def usual_mode(path: str | Path) -> None:
+    """Give a file the permissions of any new one: those made as temporary files are private."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    os.chmod(path, 0o666 & ~mask)

@@ -329,6 +329,12 @@ def test_resume_with_nothing_to_add_still_cuts_the_torn_line(path):
     assert path.read_bytes() == line("a")
 
 
+def test_a_pipe_cannot_be_resumed(path):
+    os.mkfifo(path)
+    with pytest.raises(SettingError, match="is a pipe or device"):
+        save(path, ["a"], resume=True)
+
+
 def test_resume_without_a_file_starts_one(path):
     assert save(path, ["a"], resume=True) == []
     assert path.read_bytes() == line("a")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optima_lite.errors import OutputError
-from optima_lite.jsonl import ResumableOutput
+from optima_lite.jsonl import ResumableOutput, atomic_output
 from optima_lite.locks import only_writer
 
 HOLD = """
@@ -55,6 +55,18 @@ def test_the_second_writer_is_refused_and_leaves_the_first_alone(holder, tmp_pat
     with only_writer(path):  # what a killed run leaves behind keeps nobody out
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_appends_to_is_not_replaced(holder, tmp_path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"{}\n")
+    holder(path)
+    with (
+        pytest.raises(OutputError, match="another run is writing"),
+        atomic_output(str(path), overwrite=True),
+    ):
+        pytest.fail("it may be written")
+    assert path.read_bytes() == b"{}\n"
 
 
 def test_two_names_of_one_file(holder, tmp_path) -> None:

@@ -214,6 +214,12 @@ def _train(command: str, directory: RunDirectory, target: Target, prepared: Prep
         f"{command}: {directory.out} is finished: {options.plural(last['steps'], 'step')}, "
         f"mean loss {last['loss']:.4f}, {time.monotonic() - started:.0f} s"
     )
+    # Batches differ, so a loss that is a little higher says nothing.
+    if last["last"] > 1.25 * last["first"]:
+        notice(
+            f"{command}: warning: the loss began at {last['first']:.3f} and ended at "
+            f"{last['last']:.3f}: try a lower --lr"
+        )
 
 
 def _while_writing(error: Exception) -> bool:

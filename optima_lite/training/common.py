@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from optima_lite.engines.loading import (
     quiet,
 )
 from optima_lite.errors import Diverged, TrainingError
+from optima_lite.jsonl import usual_mode
 from optima_lite.training.run import LOG, RunDirectory, RunLog
 
 
@@ -86,7 +87,8 @@ def complete(
 ) -> dict[str, Any]:
     """Train, from the last checkpoint if there is one, and finish the model directory.
 
-    Returns `steps` and `loss`, the mean over the steps. Raises Diverged.
+    Returns `steps` and losses: `loss`, the mean over the steps, `first`, that of the first step,
+    and `last`, the mean over the last quarter of the steps. Raises Diverged.
     """
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for records
     checkpoint = directory.last_checkpoint()
@@ -107,7 +109,17 @@ def complete(
     if trainer.is_world_process_zero():
         save(trainer, spec, tokenizer, directory)
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    return {"steps": trainer.state.global_step, "loss": sum(losses) / max(len(losses), 1)}
+    last = losses[-max(len(losses) // 4, 1) :]
+    return {
+        "steps": trainer.state.global_step,
+        "loss": _mean(losses),
+        "first": _mean(losses[:1]),
+        "last": _mean(last),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)
 
 
 def prepare_model(spec: ModelSpec, options: LoadOptions, settings: TrainSettings) -> Any:
@@ -213,6 +225,8 @@ def save(trainer: Trainer, spec: ModelSpec, tokenizer: Any, directory: RunDirect
     for leftover in ("training_args.bin", "README.md"):
         (directory.model / leftover).unlink(missing_ok=True)  # a pickle; a model card without facts
     RunLog.write(directory.model / LOG, trainer.state)
+    for weights in directory.model.glob("*.safetensors"):
+        usual_mode(weights)
     directory.finish()
 
 

@@ -277,9 +277,18 @@ def test_a_bug_is_called_a_bug(debug, scored):
         assert result.stderr == "error: ZeroDivisionError: oh (a bug? --debug shows where)\n"
 
 
+def heeding_ctrl_c() -> None:
+    """In the child: where the tests run in the background, the shell has it ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_is_130():
     process = subprocess.Popen(
-        [*PROGRAM, "tasks", "relay"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV
+        [*PROGRAM, "tasks", "relay"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENV,
+        preexec_fn=heeding_ctrl_c,
     )
     assert process.stdout is not None
     assert process.stdout.readline()  # it is running
@@ -294,12 +303,14 @@ def test_ctrl_c_leaves_no_half_file(tmp_path):
         [*PROGRAM, "tasks", "relay", "-o", str(tmp_path / "tasks.jsonl")],
         stderr=subprocess.DEVNULL,
         env=ENV,
+        preexec_fn=heeding_ctrl_c,
     )
     deadline = time.monotonic() + 30
     # Wait for bytes: in the instant after the file's birth nobody could remove it yet.
     while not any(p.stat().st_size for p in tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [p.name.startswith(".tasks.jsonl.") for p in tmp_path.iterdir()] == [True]
+    # The lock and the file to be.
+    assert [p.name.startswith(".tasks.jsonl.") for p in tmp_path.iterdir()] == [True, True]
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130
     assert list(tmp_path.iterdir()) == []

@@ -508,6 +508,21 @@ def test_a_run_that_diverges_is_not_finished(tiny_dir: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_a_loss_that_rises_is_said(tiny_dir: Path, tmp_path: Path) -> None:
+    args, learnt = ("--epochs", "4", "--batch-size", "2"), tmp_path / "learnt"
+    sound = invoke(tiny_dir, tmp_path, "-o", str(learnt), "--lr", "2e-2", *args)
+    assert (sound.exit_code, "try a lower --lr" in sound.stderr) == (0, False)
+    spoilt = invoke(learnt, tmp_path, "-o", str(tmp_path / "spoilt"), "--lr", "10", *args)
+    assert (spoilt.exit_code, "try a lower --lr" in spoilt.stderr) == (0, True), spoilt.stderr
+
+
+def test_weights_are_as_readable_as_other_files(tiny_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert invoke(tiny_dir, tmp_path, "-o", str(out)).exit_code == 0
+    modes = {path.stat().st_mode for path in out.iterdir()}
+    assert len(modes) == 1
+
+
 def test_a_full_disk_is_called_one(tiny_dir: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands in for it: the same calls fail in the same way."""
     out = tmp_path / "out"
