@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -277,42 +278,43 @@ def test_a_bug_is_called_a_bug(debug, scored):
         assert result.stderr == "error: ZeroDivisionError: oh (a bug? --debug shows where)\n"
 
 
-def heeding_ctrl_c() -> None:
-    """In the child: where the tests run in the background, the shell has it ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@contextmanager
+def endless(*argv: str, **kwargs) -> Iterator[subprocess.Popen[bytes]]:
+    """A run without --limit, which heeds Ctrl-C also where the tests run in the background (the
+    shell has such jobs ignore it), and which does not outlive the test."""
+    process = subprocess.Popen(
+        [*PROGRAM, "tasks", "relay", *argv],
+        env=ENV,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **kwargs,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_ctrl_c_is_130():
-    process = subprocess.Popen(
-        [*PROGRAM, "tasks", "relay"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=ENV,
-        preexec_fn=heeding_ctrl_c,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline()  # it is running
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    with endless(stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()  # it is running
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
     assert stderr.decode().strip() == "interrupted"
 
 
 def test_ctrl_c_leaves_no_half_file(tmp_path):
-    process = subprocess.Popen(
-        [*PROGRAM, "tasks", "relay", "-o", str(tmp_path / "tasks.jsonl")],
-        stderr=subprocess.DEVNULL,
-        env=ENV,
-        preexec_fn=heeding_ctrl_c,
-    )
-    deadline = time.monotonic() + 30
-    # Wait for bytes: in the instant after the file's birth nobody could remove it yet.
-    while not any(p.stat().st_size for p in tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    # The lock and the file to be.
-    assert [p.name.startswith(".tasks.jsonl.") for p in tmp_path.iterdir()] == [True, True]
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    with endless("-o", str(tmp_path / "tasks.jsonl"), stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 30
+        # Wait for bytes: in the instant after the file's birth nobody could remove it yet.
+        while not any(p.stat().st_size for p in tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # The lock and the file to be.
+        assert [p.name.startswith(".tasks.jsonl.") for p in tmp_path.iterdir()] == [True, True]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
     assert list(tmp_path.iterdir()) == []
 
 
