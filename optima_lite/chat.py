@@ -19,6 +19,7 @@ Torch is not needed here; the tokenizer is handed in.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -182,6 +183,22 @@ class ChatEncoder:
 
     def _render(self, roles: tuple[str, ...], generate: bool) -> tuple[str, ...]:
         """The template's literal text around the contents: len(roles) + 1 pieces."""
+        pieces = self._pieces(roles, generate)
+        if generate and pieces[-1] == self._pieces(roles, False)[-1]:
+            # No header before a reply, or a template that forgets add_generation_prompt.
+            with suppress(ModelError):
+                before = self._pieces((*roles, "assistant"), False)[len(roles)]
+                if before.startswith(pieces[-1]):
+                    pieces[-1] = before.removesuffix(" ")
+        for i, role in enumerate(roles):
+            if role == "assistant" and i:
+                header = self._literals(roles[:i], True)[-1]
+                # Mistral's "[/INST]" + " Hello": the history has a space that a reply starts with.
+                pieces[i] = header + " " * (pieces[i] == f"{header} ")
+        return tuple(pieces)
+
+    def _pieces(self, roles: tuple[str, ...], generate: bool) -> list[str]:
+        """The same as the template writes it."""
         slots = [f"{_OPEN}{i}{_CLOSE}" for i in range(len(roles))]
         try:
             text = self.tokenizer.apply_chat_template(
@@ -204,12 +221,7 @@ class ChatEncoder:
                 )
             pieces.append(before)
         pieces.append(text)
-        for i, role in enumerate(roles):
-            if role == "assistant" and i:
-                header = self._literals(roles[:i], True)[-1]
-                # Mistral's "[/INST]" + " Hello": the history has a space that a reply starts with.
-                pieces[i] = header + " " * (pieces[i] == f"{header} ")
-        return tuple(pieces)
+        return pieces
 
     def _tokenize_literal(self, text: str) -> tuple[int, ...]:
         ids = self.tokenizer("\n" * bool(self._anchor) + text, add_special_tokens=False).input_ids

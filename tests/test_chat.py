@@ -350,6 +350,16 @@ def test_a_template_with_system_that_refuses_repeats() -> None:
             assert encoder.prompt(view[:k]) == encoded.ids[:start]
 
 
+def test_a_template_that_forgets_the_generation_prompt() -> None:
+    """The reply's header is what the template writes before a reply in the history."""
+    turn = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    encoder = ChatEncoder(with_template("{% for m in messages %}" + turn + "{% endfor %}"))
+    view = messages("su", "Be brief.", "Which door?")
+    prompt = encoder.tokenizer.decode(encoder.prompt(view))
+    assert prompt.endswith("Which door?<|im_end|>\n<|im_start|>assistant\n")
+    assert encoder.tokenizer.decode(encoder.reply_header()).endswith("<|im_start|>assistant\n")
+
+
 def test_a_header_that_ends_in_a_space() -> None:
     """`Assistant: ` + `Hello` is ` Hello` in every text the model has seen: prompt and training
     agree on giving the space to the reply."""

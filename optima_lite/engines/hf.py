@@ -246,8 +246,14 @@ class HFEngine:
         behind = positions[..., None] - torch.arange(length, device=self._device)
         return attention_masks(self.model.config, behind >= 0, behind, self._dtype)
 
+    def _hint(self) -> str:
+        broken = self._dtype == torch.float32
+        return ": its weights are broken" if broken else ": try --load fp32"
+
     def _say(self, turn: _Running, logits: torch.Tensor) -> None:
-        """Draw the next token of a turn from logits [vocabulary]."""
+        """Draw the next token of a turn from logits [vocabulary]. Raises ModelError on NaN."""
+        if bool(torch.isnan(logits.max())):  # max passes NaN on
+            raise ModelError(f"{self.name} gives logits that are no numbers{self._hint()}")
         temperature = turn.request.temperature
         if temperature == 0:
             turn.said.append(int(logits.argmax()))
@@ -335,7 +341,7 @@ class HFEngine:
             picked = logps.gather(-1, tokens[i, start : len(ids), None])
             out.append(-float(picked.mean()) if len(picked) else None)
         if any(loss is not None and math.isnan(loss) for loss in out):
-            raise ModelError(f"{self.name} gives losses that are no numbers: try --load fp32")
+            raise ModelError(f"{self.name} gives losses that are no numbers{self._hint()}")
         return out
 
     def count_tokens(self, text: str) -> int:

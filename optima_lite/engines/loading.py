@@ -137,9 +137,14 @@ def load_base(spec: ModelSpec, options: LoadOptions) -> Any:
     else:
         kwargs["dtype"] = pick_dtype(options.load, device)
     with _errors(spec.name), quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            _as_directory(spec.base), use_safetensors=True, **kwargs
+        model, found = AutoModelForCausalLM.from_pretrained(
+            _as_directory(spec.base), use_safetensors=True, output_loading_info=True, **kwargs
         )
+        if found["missing_keys"]:  # transformers would go on with random ones
+            raise ModelError(
+                f"{spec.name}: its weights lack {sorted(found['missing_keys'])[0]} and "
+                f"{len(found['missing_keys']) - 1} more of what its config.json describes"
+            )
         if options.load != "4bit":
             model = model.to(torch.device(device))
     return model.eval()

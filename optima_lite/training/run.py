@@ -164,7 +164,9 @@ class RunLog(TrainerCallback):
             self._bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
             # The gradient may be inf now and then in fp16: the scaler leaves such steps out.
             if not all(math.isfinite(float(v)) for k, v in logs.items() if k != "grad_norm"):
-                raise Diverged(f"the loss of step {state.global_step} is not finite: lower --lr")
+                # The first step's loss is that of the model as it was given.
+                advice = "lower --lr" if state.global_step > 1 else "the model gives no numbers"
+                raise Diverged(f"the loss of step {state.global_step} is not finite: {advice}")
         if state.is_world_process_zero:
             self.write(self._directory.partial / LOG, state)
 

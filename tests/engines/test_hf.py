@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from optima_lite.engines.base import Completion, Pull, Request, Utterance
 from optima_lite.engines.hf import HFEngine
 from optima_lite.engines.kv import PrefixStore, common_prefix
 from optima_lite.engines.loading import LoadOptions, load_base, resolve
+from optima_lite.errors import ModelError
 from optima_lite.records import Agent, Task, Team, Trajectory
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
@@ -481,6 +483,25 @@ def test_one_copy_of_weights_is_policy_and_base(
     assert base.losses(texts) == pytest.approx(expected)
     assert base.losses(texts) != pytest.approx(before[0], rel=0.01)
     assert (engine.losses(texts), answers(engine, requests)) == before
+
+
+def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"its weights lack model\.layers\.\d.* more of what"):
+        load_base(resolve(str(path)), LoadOptions("fp32", "cpu"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_that_gives_no_numbers_says_nothing(tmp_path: Path, temperature: float) -> None:
+    engine = HFEngine.load(resolve(str(save_tiny(tmp_path / "m"))), LoadOptions("fp32", "cpu"))
+    with torch.no_grad():
+        next(engine.model.parameters())[:] = float("nan")
+    with pytest.raises(ModelError, match="gives logits that are no numbers: its weights are brok"):
+        answers(engine, [Request([{"role": "user", "content": "Which door?"}], 8, temperature, 1)])
 
 
 def test_policy_and_base_are_two_where_they_must(adapter: Path) -> None:

@@ -509,7 +509,7 @@ def test_a_run_that_diverges_is_not_finished(tiny_dir: Path, tmp_path: Path) -> 
 
 
 def test_a_loss_that_rises_is_said(tiny_dir: Path, tmp_path: Path) -> None:
-    args, learnt = ("--epochs", "4", "--batch-size", "2"), tmp_path / "learnt"
+    args, learnt = ("--epochs", "3", "--batch-size", "2"), tmp_path / "learnt"
     sound = invoke(tiny_dir, tmp_path, "-o", str(learnt), "--lr", "2e-2", *args)
     assert (sound.exit_code, "try a lower --lr" in sound.stderr) == (0, False)
     spoilt = invoke(learnt, tmp_path, "-o", str(tmp_path / "spoilt"), "--lr", "10", *args)
