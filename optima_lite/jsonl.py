@@ -25,7 +25,7 @@ from typing import IO, Any, Generic, TypeVar
 import orjson
 
 from optima_lite.errors import InputError, OutputError, SettingError
-from optima_lite.locks import only_writer
+from optima_lite.locks import is_special, only_writer
 from optima_lite.records import Record, kind_of
 
 R = TypeVar("R", bound=Record)
@@ -231,7 +231,7 @@ def atomic_output(path: str, *, overwrite: bool = False) -> Iterator[Callable[[b
     if path == "-":
         yield _write_stdout
         return
-    if Path(path).exists() and not Path(path).is_file():
+    if is_special(Path(path)):  # check_free has refused directories
         with open(path, "wb") as stream:
             yield _writer(stream, flush=True)
         return
@@ -268,7 +268,7 @@ class ResumableOutput:
             raise SettingError("--resume and --overwrite exclude each other")
         if resume and path == "-":
             raise SettingError("--resume needs a file: add -o FILE")
-        if resume and Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+        if resume and is_special(Path(path)):
             raise SettingError(f"--resume needs a file, and {path} is a pipe or device")
         self.path = path
         self._resume, self._overwrite = resume, overwrite

@@ -17,6 +17,11 @@ from pathlib import Path
 from optima_lite.errors import OutputError
 
 
+def is_special(path: Path) -> bool:
+    """Whether this is a fifo or device: a place to write to, not something that could be lost."""
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
 @contextmanager
 def only_writer(path: str | Path) -> Iterator[None]:
     """Hold the right to write to `path`, a file or directory that need not exist.
@@ -25,7 +30,7 @@ def only_writer(path: str | Path) -> Iterator[None]:
     directory, a file system without locks), and at fifos and devices, nobody is kept out.
     """
     target = Path(os.path.realpath(path))  # one file may have several names
-    if target.exists() and not (target.is_file() or target.is_dir()):
+    if is_special(target):
         yield
         return
     lock = target.with_name(f".{target.name}.lock")

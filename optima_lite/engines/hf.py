@@ -225,7 +225,7 @@ class HFEngine:
     ) -> torch.Tensor:
         """Logits [rows, vocabulary], fp32, after token `last[i]` of row i.
 
-        `tokens` and `positions` are [rows, n].
+        `tokens` and `positions` are [rows, n]. Raises ModelError on NaN.
         """
         where = torch.tensor(positions, device=self._device)
         cache.aim(torch.tensor(rows, device=self._device), where)
@@ -239,7 +239,10 @@ class HFEngine:
             **{self._cache_argument: cache},
         )
         columns = torch.tensor([wanted.index(i) for i in last], device=self._device)
-        return out.logits[torch.arange(len(rows), device=self._device), columns].float()
+        logits = out.logits[torch.arange(len(rows), device=self._device), columns].float()
+        if bool(torch.isnan(logits.max())):  # max passes NaN on
+            raise ModelError(f"{self.name} gives logits that are no numbers{self._hint()}")
+        return logits
 
     def _masks(self, positions: torch.Tensor, length: int) -> Any:
         """Additive masks [rows, 1, tokens, length], a dict where the layers differ in kind."""
@@ -251,9 +254,7 @@ class HFEngine:
         return ": its weights are broken" if broken else ": try --load fp32"
 
     def _say(self, turn: _Running, logits: torch.Tensor) -> None:
-        """Draw the next token of a turn from logits [vocabulary]. Raises ModelError on NaN."""
-        if bool(torch.isnan(logits.max())):  # max passes NaN on
-            raise ModelError(f"{self.name} gives logits that are no numbers{self._hint()}")
+        """Draw the next token of a turn from logits [vocabulary]."""
         temperature = turn.request.temperature
         if temperature == 0:
             turn.said.append(int(logits.argmax()))

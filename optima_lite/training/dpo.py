@@ -74,7 +74,7 @@ def train(
 ) -> dict[str, Any]:
     """Train on pairs and leave the finished model in `directory.out`.
 
-    Returns `steps` and the mean `loss`; `say` hears whether prefixes cannot be shared. The
+    Returns what `complete` does; `say` hears whether prefixes cannot be shared. The
     directory must have been opened. Raises TrainingError or ModelError.
     """
     set_seed(settings.seed)

@@ -37,7 +37,7 @@ def train(
 ) -> dict[str, Any]:
     """Train on `rows` and leave the finished model in `directory.out`.
 
-    Returns `steps` and `loss`, the mean over the steps (nats per trained token). The directory
+    Returns what `complete` does (losses in nats per trained token). The directory
     must have been opened. Raises TrainingError or ModelError.
     """
     set_seed(settings.seed)
